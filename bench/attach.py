@@ -61,7 +61,7 @@ def parts() -> dict[str, float]:
     predicted = timed("predict the optimizer's", tracked.predict)
     leaves = [*tensor_index.leaves(), *predicted]
     layout = timed("pack and digest", lambda: pack(leaves))
-    form = timed("symbolic table", lambda: symbolic.of(leaves))
+    form = timed("symbolic table", lambda: symbolic.symbolic_form(leaves))
     timed("facts", lambda: layout_facts(layout, form))
     timed("leaf table", lambda: messages.table_to(layout))
     timed("cells", lambda: divide({layout.digest: form}, [layout.digest] * 8))

@@ -35,12 +35,12 @@ from bench.options import output
 from bench.result import Row
 from reft.client.attach.arguments import AttachArguments
 from reft.client.attach.rank_table import RankTable, agreed_facts, layout_facts
-from reft.client.link.rank_group import spoken_alone, text_of
+from reft.client.link.rank_group import broadcast_ranks, text_of
 from reft.client.snapshot.replica_check import all_match
 from reft.config import Config
-from reft.core.coding.placement import exposed
+from reft.core.coding.placement import exposures
 from reft.core.layout import symbolic
-from reft.core.layout.cells import RIDERS_MAX
+from reft.core.layout.cells import INLINE_BYTES_MAX
 from reft.core.layout.layout import Leaf, pack
 from reft.wire import manifest as symbols
 from reft.wire.manifest import division_of, layouts_of, placement_of
@@ -153,7 +153,7 @@ class Clock:
 def received(messages: list[str]) -> int:
     """Returns the bytes that a rank receives in one exchange: sizes, messages, padding."""
     widths = [len(message) for message in messages]
-    alone = spoken_alone(widths)
+    alone = broadcast_ranks(widths)
     rest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
     return 8 * len(widths) + len(widths) * rest + sum(widths[rank] for rank in alone)
 
@@ -169,7 +169,7 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
         kind = job.layers(rank)
         if kind not in kinds:
             leaves = list(job.leaves(rank))
-            form = symbolic.of(leaves)
+            form = symbolic.symbolic_form(leaves)
             axes = [next(leaf for leaf, p in zip(leaves, form.table.patterns, strict=True) if i in p.axes)
                     for i in range(len(form.table.axes))]  # fmt: skip
             kinds[kind] = (form.table, layout_facts(pack(leaves), form), axes)
@@ -186,7 +186,7 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
         layout_report = {"layout": digests[layout_key], "table": described["table"], "cuts": cuts}
         if rank in checked:
             leaves = list(job.leaves(rank))
-            form = symbolic.of(leaves)
+            form = symbolic.symbolic_form(leaves)
             real = layout_facts(pack(leaves), form)
             if (real["table"], real["cuts"]) != (
                 layout_report["table"],
@@ -209,7 +209,7 @@ def measure(job: Job) -> dict[str, Any]:
     """Returns bytes and seconds of the first rank."""
     clock = Clock()
     leaves = list(job.leaves(0))
-    form = clock("own layout", lambda: symbolic.of(leaves))
+    form = clock("own layout", lambda: symbolic.symbolic_form(leaves))
     clock("own layout", lambda: layout_facts(pack(leaves), form))
     reports, tables = facts(job)
     sent = [json.dumps({"ok": each}) for each in reports]
@@ -231,15 +231,15 @@ def measure(job: Job) -> dict[str, Any]:
     held, index = clock("tables", lambda: layouts_of(manifest))
     if held[index[0]] != pack(leaves):
         raise RuntimeError(f"{job.name}: the layout of rank 0 differs from its report")
-    division = clock("cells", lambda: division_of(manifest, RIDERS_MAX, ()))
+    division = clock("cells", lambda: division_of(manifest, INLINE_BYTES_MAX, ()))
     cells = [[f"{cell:016x}" for cell in division.cells_of[digest]] for digest in division.layout_of]
     sent = [json.dumps({"ok": {"cells": each}}) for each in cells]
     nbytes += received(sent)
     if not clock("cells", lambda: all_match(division, [json.loads(each)["ok"]["cells"] for each in sent])):
         raise RuntimeError(f"{job.name}: equal cells do not match")
     placement = clock("placement", lambda: placement_of(manifest, division))
-    part = clock("placement", lambda: placement.part(0))
-    lost = clock("placement", lambda: exposed(placement))
+    part = clock("placement", lambda: placement.rank_placement(0))
+    lost = clock("placement", lambda: exposures(placement))
     return {
         "job": job.name, "leaves": len(leaves), "tables": len(distinct_tables), "layouts": len(layouts),
         "cells": len(division.cells),

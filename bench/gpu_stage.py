@@ -237,7 +237,7 @@ class Snapshotting:
             from reft.client.snapshot.cuda_engine import CudaCopyEngine
 
             copy_engine = CudaCopyEngine()
-        save_plan = plan_save(placement, 0, layout.leaves, state.tensors, copy_engine.cut)
+        save_plan = plan_save(placement, 0, layout.leaves, state.tensors, copy_engine.parity_tiling)
         geometry = Geometry(1 << 20, save_plan.data_bytes, chunk)
         slots = []
         for _ in range(SLOTS):

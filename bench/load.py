@@ -153,7 +153,7 @@ class Rank:
 
     def _pieces(self) -> list[ShardRange]:
         sequencer = LoadPlan(self.placement, self.have, {old: old for old in self.have}, LoadSizes())
-        return [piece for group in sequencer.groups(0) for piece in group.pieces]
+        return [piece for group in sequencer.slices(0) for piece in group.ranges]
 
     def reft(self) -> None:
         damaged_ranks = load(

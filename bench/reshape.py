@@ -38,8 +38,8 @@ CHUNK = 256 << 10
 def measure(world: int) -> dict[str, Any]:
     """Returns the seconds of the first of `world` ranks, by purpose."""
     old, new, clock = fsdp2(world, 1, LAYERS), fsdp2(world // 2, 1, LAYERS), Clock()
-    before = [symbolic.of(old.leaves(rank)) for rank in range(world)]
-    after = [symbolic.of(new.leaves(rank)) for rank in range(world // 2)]
+    before = [symbolic.symbolic_form(old.leaves(rank)) for rank in range(world)]
+    after = [symbolic.symbolic_form(new.leaves(rank)) for rank in range(world // 2)]
     digests = [rank.to_bytes(4, "big") for rank in range(world)]
     domains = [rank // RANKS for rank in range(world)]
     placement = place(divide(dict(zip(digests, before, strict=True)), digests), domains, "auto", None, CHUNK)

@@ -21,7 +21,7 @@ from grpc_health.v1 import health as health_service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from reft.config import Config, parse_size
-from reft.core.budget import size
+from reft.core.budget import format_bytes
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.failpoints import Failpoints
 from reft.wire import rpc
@@ -32,7 +32,7 @@ from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.shortage import take_all_descriptors
 from reft_daemon.peers.round_replicator import PeerChannels
-from reft_daemon.registry import Registry, TimeToLive
+from reft_daemon.registry import Registry, RetentionTimes
 from reft_daemon.server import grpc_server
 from reft_daemon.server.service import DaemonIdentity, DaemonService, PeerService
 from reft_daemon.server.socket_keeper import SocketKeeper
@@ -54,7 +54,7 @@ class DaemonSettings:
     folder: Path
     memory_bytes: int
     spare: SpareFiles
-    ttl_s: TimeToLive
+    ttl_s: RetentionTimes
     idle_exit_s: float
     purge: bool
     tls: Tls | None
@@ -177,7 +177,7 @@ async def serve(settings: DaemonSettings) -> None:
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     await socket_keeper.open(registry, add_services)
     await tcp_server.start()
-    bound = f"at most {size(settings.memory_bytes)}" if settings.memory_bytes else "the machine's free memory"
+    bound = f"at most {format_bytes(settings.memory_bytes)}" if settings.memory_bytes else "the machine's free memory"
     log.info(
         "reft-daemon %s node=%s socket=%s slots=%s memory=%s",
         __version__,
@@ -380,7 +380,7 @@ def main(
         settings = DaemonSettings(
             node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
             parse_size(memory), parse_spare(spare),
-            TimeToLive(check_seconds("--ttl", ttl), check_seconds("--ttl-failed", ttl_failed)),
+            RetentionTimes(check_seconds("--ttl", ttl), check_seconds("--ttl-failed", ttl_failed)),
             check_seconds("--idle-exit", idle_exit), purge, tls, insecure, kill_hung,
         )  # fmt: skip
         check_listen(settings)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import grpc
 
-from reft.core.budget import size
+from reft.core.budget import format_bytes
 from reft.core.commit.decision import KNOWN_MAX
 from reft.core.membership.job_identity import check_name
 from reft.errors import AttachError, ConfigError, NoRoom
@@ -37,7 +37,7 @@ class UnknownJob(AttachError):
     """This daemon has no job of that name."""
 
 
-class TimeToLive(NamedTuple):
+class RetentionTimes(NamedTuple):
     """Seconds for which a job's slots are kept after its last trainer ended.
 
     Attributes:
@@ -73,7 +73,7 @@ class Registry:
         self,
         arena: Arena,
         peers: PeerChannels,
-        ttl_s: TimeToLive,
+        ttl_s: RetentionTimes,
         failpoints: Failpoints,
         beats: PeerChannels,
         kills_hung: bool = False,
@@ -245,7 +245,9 @@ class Registry:
             now = time.monotonic()
             for job in list(self.jobs.values()):
                 if not job.is_live and now - job.ended_s > self._ttl_s.seconds_for(job):
-                    log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
+                    log.info(
+                        "job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, format_bytes(self.purge(job.id))
+                    )
             self._notice_removed_files()
             self.arena.reserve.refill()
             self._agents = {agent for agent in self._agents if not _has_ended(agent)}

@@ -15,7 +15,7 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 DEADLINE_S = 5.0  # a daemon asks all others at the same time and waits one second for them
 
 
-class UnknownJob(AttachError):
+class NoSuchJob(AttachError):
     """The daemon holds no job of that name."""
 
 
@@ -47,7 +47,7 @@ def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S)
             return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=deadline_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                raise UnknownJob(
+                raise NoSuchJob(
                     error.details() or "", "reft-cli status lists the jobs that the daemon holds"
                 ) from error
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:

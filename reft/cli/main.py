@@ -23,13 +23,13 @@ import grpc
 
 from reft import __version__
 from reft.cli import recover_view, status_text, status_view
-from reft.cli.ask import UnknownJob, ask, local_address
+from reft.cli.ask import NoSuchJob, ask, local_address
 from reft.cli.recover import RecoverCommand, replacement_here
 from reft.cli.signals import unwinding
 from reft.cli.survey import steady, surveys
 from reft.cli.timeline import collect, write
 from reft.config import allows_colour
-from reft.core.budget import size
+from reft.core.budget import format_bytes
 from reft.core.status.health import Health
 from reft.core.text import counted
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
@@ -220,7 +220,7 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
         result = {"job": job, "node": reply.node, "freed_bytes": freed, "other_nodes": others}
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result}, indent=2))
         return
-    click.echo(f"job {job}: freed {size(freed)} on {reply.node}.")
+    click.echo(f"job {job}: freed {format_bytes(freed)} on {reply.node}.")
     if others:
         click.echo(f"Other nodes may still hold the job: run this command on {', '.join(others)} too.")
 
@@ -369,7 +369,7 @@ def _watch(address: str, request: pb.StatusRequest) -> NoReturn:
 def _lines_now(address: str, request: pb.StatusRequest) -> list[str]:
     try:
         reply = ask(address, "Status", request)
-    except (DaemonUnavailable, UnknownJob) as error:
+    except (DaemonUnavailable, NoSuchJob) as error:
         return status_text.wrapped("", str(error))
     surveys_by_job = surveys(address, reply)
     views = [status_view.job_view(each, surveys_by_job.get(each.job)) for each in reply.jobs]
@@ -445,7 +445,7 @@ def failing(as_json: bool) -> Iterator[None]:
 
 def exit_code(error: ReftError) -> int:
     """Returns the exit code for an error."""
-    if isinstance(error, UnknownJob):
+    if isinstance(error, NoSuchJob):
         return EXIT_NO_JOB
     if isinstance(error, DaemonUnavailable):
         return EXIT_NO_DAEMON

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reft.cli.status_text import aligned, spans, wrapped
-from reft.core.budget import size
+from reft.core.budget import format_bytes
 from reft.core.coding.placement import Placement
 from reft.core.commit.version import Version
 from reft.core.recovery import rebuild, recovery
@@ -164,7 +164,7 @@ def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
                     _cell(job_survey, plan, placement, cost) for cost in rebuild.costs(placement, plan.sources, ranks)
                 ),
                 tuple(capsules),
-                sum(placement.part(rank).data_bytes for rank in ranks),
+                sum(placement.rank_placement(rank).data_bytes for rank in ranks),
             )
         )
     return lost_nodes
@@ -208,12 +208,19 @@ def recovery_lines(view: RecoveryView) -> list[str]:
         lines += wrapped("lost    ", line)
     if view.lost:
         rows = [
-            (node.node, spans(node.ranks), size(node.copied), size(node.decoded), size(node.parity), size(node.moved))
+            (
+                node.node,
+                spans(node.ranks),
+                format_bytes(node.copied),
+                format_bytes(node.decoded),
+                format_bytes(node.parity),
+                format_bytes(node.moved),
+            )
             for node in view.lost
         ]
         lines += ["", *aligned(("NODE", "RANKS", "COPIED", "DECODED", "PARITY", "TO READ"), rows, right=2), ""]
     for node in view.lost:
-        read = ", ".join(f"{name} ({size(nbytes)})" if nbytes else name for name, nbytes in node.read)
+        read = ", ".join(f"{name} ({format_bytes(nbytes)})" if nbytes else name for name, nbytes in node.read)
         target = f"rebuilt on {node.onto}" if node.onto else f"no replacement yet: --onto {node.node}=HOST:PORT"
         lines += wrapped(f"{node.node}  ", f"read from {read or 'no node'}; {target}.")
         if node.answers:
@@ -227,9 +234,9 @@ def recovery_lines(view: RecoveryView) -> list[str]:
 
 def _cell_line(cell: CellView) -> str:
     sizes = {"copied": cell.copied, "decoded": cell.decoded, "parity": cell.parity}
-    amounts = ", ".join(f"{size(nbytes)} {word}" for word, nbytes in sizes.items() if nbytes)
+    amounts = ", ".join(f"{format_bytes(nbytes)} {word}" for word, nbytes in sizes.items() if nbytes)
     leaves = f"{cell.leaves[0]}{more(len(cell.leaves) - 1, 'leaf', 'leaves')}"
-    return f"{leaves}: {amounts}; read from {', '.join(f'{name} ({size(n)})' for name, n in cell.read)}."
+    return f"{leaves}: {amounts}; read from {', '.join(f'{name} ({format_bytes(n)})' for name, n in cell.read)}."
 
 
 def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from reft.cli.status_view import JobView, NodeView, RankView
-from reft.core.budget import size
+from reft.core.budget import format_bytes
 from reft.core.commit.version import Version
 from reft.core.status.loss_analysis import LossReport
 from reft.core.text import counted
@@ -22,12 +22,15 @@ SCHEMES = {"aec": "erasure code", "arc": "copies", "none": "none"}
 
 def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
     """Returns all lines of `status`: a block for each job, then the daemon."""
-    limit = f" of {size(reply.limit_bytes)}" if reply.limit_bytes else ""
-    daemon = f"daemon  {reply.node}, reft {reply.version}, pid {reply.pid}, holds {size(reply.held_bytes)}{limit}"
+    limit = f" of {format_bytes(reply.limit_bytes)}" if reply.limit_bytes else ""
+    daemon = (
+        f"daemon  {reply.node}, reft {reply.version}, pid {reply.pid}, holds {format_bytes(reply.held_bytes)}{limit}"
+    )
     if reply.spare_limit_bytes:
-        daemon += f", {size(reply.spare_bytes)} of {size(reply.spare_limit_bytes)} spare memory ready"
+        daemon += f", {format_bytes(reply.spare_bytes)} of {format_bytes(reply.spare_limit_bytes)} spare memory ready"
     if reply.round_bytes_sent or reply.capsule_bytes_sent:
-        daemon += f", sent {size(reply.round_bytes_sent)} for rounds and {size(reply.capsule_bytes_sent)} for capsules"
+        daemon += f", sent {format_bytes(reply.round_bytes_sent)} for rounds"
+        daemon += f" and {format_bytes(reply.capsule_bytes_sent)} for capsules"
     if not jobs:
         return ["no job is held here.", daemon]
     return [line for job in jobs for line in [*job_lines(job), ""]] + wrapped("", daemon)
@@ -76,7 +79,7 @@ def protection_lines(job: JobView) -> list[str]:
             f"{group.k}+{group.f}",
             str(group.f),
             str(group.cells),
-            size(group.nbytes),
+            format_bytes(group.nbytes),
         )
         for group in protection.groups
     ]
@@ -98,7 +101,7 @@ def node_table(nodes: Sequence[NodeView]) -> list[str]:
     """Returns one line for each node, and one sentence for each node with a reason."""
     rows = [
         (node.node, node.state, node.signal or NONE, spans(node.ranks), number(node.sealed_step), age(node.age_s),
-         size(node.nbytes))
+         format_bytes(node.nbytes))
         for node in nodes
     ]  # fmt: skip
     lines = aligned(("NODE", "STATE", "SIGNAL", "RANKS", "SEALED", "AGE", "HELD"), rows, right=4)
@@ -115,7 +118,7 @@ def rank_table(ranks: Sequence[RankView]) -> list[str]:
         shown = [rank for rank in ranks if rank.state == "gone" or rank.trouble][:RANKS_SHOWN]
     rows = [
         (str(rank.rank), rank.node, rank.state, number(rank.step), number(rank.sealed_step), age(rank.age_s),
-         size(rank.nbytes))
+         format_bytes(rank.nbytes))
         for rank in shown
     ]  # fmt: skip
     lines = aligned(("RANK", "NODE", "STATE", "STEP", "SEALED", "AGE", "HELD"), rows, right=3) if rows else []

@@ -15,7 +15,7 @@ from reft.core.status.loss_analysis import LossReport
 from reft.core.status.protection import Protection
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
-from reft.wire.manifest import holders_of_unequal
+from reft.wire.manifest import holders_of_mismatched
 from reft.wire.v1 import daemon_pb2 as pb
 
 SCHEMA_VERSION = 1
@@ -113,7 +113,7 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
     )  # fmt: skip
     health, reason = judge(facts)
     ranks = [_rank_view(entry) for entry in entries]
-    own = holders_of_unequal(job_survey.manifest) if job_survey and job_survey.manifest else ()
+    own = holders_of_mismatched(job_survey.manifest) if job_survey and job_survey.manifest else ()
     return JobView(
         status.job, status.named, status.script, status.world, status.every, epoch.counter, status.up_s, status.backing,
         health, reason, whole.step if whole else None, base.step if base else None,

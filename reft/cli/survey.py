@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 
-from reft.cli.ask import UnknownJob, ask
+from reft.cli.ask import NoSuchJob, ask
 from reft.errors import ReftError
 from reft.wire.inventory import JobSurvey, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
@@ -37,7 +37,7 @@ def survey(
     """
     own = ask(address, "Inventory", pb.InventoryRequest(job=job))
     if not own.HasField("decision"):
-        raise UnknownJob(
+        raise NoSuchJob(
             f"the daemon at {address} holds no job {job!r}.", "reft-cli status lists the jobs that the daemon holds"
         )
     replies: dict[str, pb.InventoryReply] = {**(others or {}), own.node_id: own}

@@ -42,9 +42,9 @@ from reft.client.schedule import hooks
 from reft.client.schedule.foreign_optimizers import ForeignOptimizerGuard
 from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
 from reft.client.schedule.snapshot_cadence import SnapshotCadence
-from reft.client.schedule.step_counting import CountByMarks, CountByOptimizer, CountResumed, StepCounting
+from reft.client.schedule.step_counting import CallCounting, MarkCounting, ResumedCounting, StepCounting
 from reft.client.snapshot.snapshotter import Snapshotter
-from reft.client.state.tracked_objects import extractor
+from reft.client.state.tracked_objects import required_extractor
 from reft.core.commit.snapshot_interval import OverheadEstimate
 from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
@@ -133,7 +133,7 @@ class Session:
         self.reviews: PlacementReviewer | None = None
         self._counts_calls = counts_calls
         self._pid = os.getpid()
-        self._marks: StepCounting = CountByOptimizer(step)
+        self._marks: StepCounting = CallCounting(step)
         self._taken_step = -1  # the newest step that was snapshotted, or given up for `_unheld`
         self._written_step = -1  # the newest step whose state an optimizer has overwritten
         self._skip_reason = ""  # why the newest mark gives no snapshot; empty if it may
@@ -143,7 +143,7 @@ class Session:
         self._hooks = []
         for index, optimizer in enumerate(optimizers):
             after = self._after_last if optimizer is optimizers[-1] else _nothing
-            self._hooks += extractor(optimizer).hook(optimizer, partial(self._before_optimizer, index), after)
+            self._hooks += required_extractor(optimizer).hook(optimizer, partial(self._before_optimizer, index), after)
         self._profiler: IterationProfiler | None = None
         self._unfollow: Callable[[], None] = lambda: None
         self._timeline_server: timeline_socket.TimelineServer | None = None
@@ -188,8 +188,8 @@ class Session:
         Raises:
             RestoreError: the restored step was counted by calls of the optimizer.
         """
-        if not isinstance(self._marks, CountByOptimizer):
-            self._marks = CountByMarks()
+        if not isinstance(self._marks, CallCounting):
+            self._marks = MarkCounting()
             return
         if self._counts_calls and self._snapshots is not None:
             raise RestoreError(
@@ -202,11 +202,11 @@ class Session:
         if self.step > self._marks.start + 1 and self._snapshots is not None:
             self._snapshots.discard(self.step)
         self.step = self._marks.start
-        self._marks = CountByMarks()
+        self._marks = MarkCounting()
 
     def resume_marking(self) -> None:
         """Ignores all calls of the optimizer, because the restored step was marked."""
-        self._marks = CountResumed()
+        self._marks = ResumedCounting()
 
     def _mark(self) -> None:
         self._close_window()
@@ -225,11 +225,11 @@ class Session:
         if self._foreign_optimizers is None or self._snapshots is None or self._stepping is not _Stepping.CALLED:
             return ""
         return self._foreign_optimizers.mark(
-            isinstance(self._marks, CountByOptimizer), self._snapshots.tracked.modules.values()
+            isinstance(self._marks, CallCounting), self._snapshots.tracked.modules.values()
         )
 
     def _take(self, pacing_plan: PacingPlan | None = None) -> None:
-        is_marked = isinstance(self._marks, CountByMarks)
+        is_marked = isinstance(self._marks, MarkCounting)
         if self._skip_reason and self._snapshots is not None:
             self._snapshots.void(self.step, self._skip_reason)
         elif self._cadence is not None and self._cadence.take(self.step, is_marked, pacing_plan):
@@ -294,7 +294,7 @@ class Session:
         if os.getpid() != self._pid or self._is_capturing():
             return
         # With marks, the next mark reports the same trouble.
-        if trouble and type(self._marks) is not CountByMarks:
+        if trouble and type(self._marks) is not MarkCounting:
             log.warning("no step is counted: %s", trouble)
         self._written_step = self.step
         self._close_window()
@@ -322,13 +322,13 @@ class Session:
         if os.getpid() != self._pid or self._is_capturing() or _was_skipped(optimizer):
             return
         marks = self._marks
-        if isinstance(marks, CountResumed) and marks.count() == CALLS_WITHOUT_MARK:
+        if isinstance(marks, ResumedCounting) and marks.count() == CALLS_WITHOUT_MARK:
             log.warning(
                 "%d calls of the optimizer without a mark: no snapshot is taken, because the restored step was marked. Mark "
                 "steps with session.step_end(), or start under another job name.",
                 CALLS_WITHOUT_MARK,
             )
-        elif not isinstance(marks, CountByOptimizer):
+        elif not isinstance(marks, CallCounting):
             return
         elif marks.count():
             if self.step == marks.start + 1:
@@ -369,7 +369,7 @@ class Session:
             self._take()
         self._snapshots.copy_engine.hurry()
         whole = self._snapshots.newest_known_whole() >= self.step
-        if not whole and self._taken_step == self.step and not self._snapshots.leaves_out(self.step):
+        if not whole and self._taken_step == self.step and not self._snapshots.is_discarded(self.step):
             deadline = self._seal_deadline_s if timeout is None else timeout
             whole = self._snapshots.wait(self.step, deadline)
         return Sealed(whole, whole and self._snapshots.is_protected, self._snapshots.newest_known_whole())

@@ -38,12 +38,12 @@ def refusal(need_bytes: int, limits: Sequence[MemoryLimit], who: str = "the slot
     if tightest is None or need_bytes <= tightest.free_bytes:
         return None
     return (
-        f"{who} {size(need_bytes)}, but {tightest.name} leaves {size(max(tightest.free_bytes, 0))}. "
+        f"{who} {format_bytes(need_bytes)}, but {tightest.name} leaves {format_bytes(max(tightest.free_bytes, 0))}. "
         f"Fix: {tightest.remedy}"
     )
 
 
-def size(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Returns a number of bytes as text, such as "1.4 GiB"."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -46,8 +46,8 @@ def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
     return NodeInventory(
         reply.node,
         messages.decision_from(reply.decision) if reply.HasField("decision") else None,
-        tuple(messages.held_from(node, header) for header in reply.slots),
-        tuple(messages.copy_from(node, copy) for copy in reply.capsules),
+        tuple(messages.held_slot_from(node, header) for header in reply.slots),
+        tuple(messages.held_capsule_from(node, copy) for copy in reply.capsules),
         reply.had_whole,
         reply.trained_s,
         reply.failed,
@@ -163,4 +163,4 @@ class JobSurvey:
 
         Such nodes may still hold slots or capsules.
         """
-        return [self.nodes[ident] for ident in self.inventory.absent({node.id for node in nodes})]
+        return [self.nodes[ident] for ident in self.inventory.absent_nodes({node.id for node in nodes})]

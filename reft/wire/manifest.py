@@ -13,7 +13,7 @@ from typing import get_args, overload
 from google.protobuf.message import DecodeError
 
 from reft.core.coding.placement import Placement, Scheme, place
-from reft.core.layout.cells import RIDERS_MAX, Division, divide
+from reft.core.layout.cells import INLINE_BYTES_MAX, Division, divide
 from reft.core.layout.layout import Layout
 from reft.core.layout.symbolic import WHOLE, AxisCut, LeafPattern, PatternTable, SymbolicLayout, expand
 from reft.errors import FormatError
@@ -34,7 +34,7 @@ def layouts_of(manifest: pb.Manifest) -> tuple[ManifestLayouts, list[int]]:
     return layouts, index
 
 
-def holders_of_unequal(manifest: pb.Manifest) -> list[tuple[str, list[int]]]:
+def holders_of_mismatched(manifest: pb.Manifest) -> list[tuple[str, list[int]]]:
     """Returns mismatched leaves and the ranks that have them.
 
     Each of these ranks keeps its own copy.
@@ -118,7 +118,7 @@ def inline_bytes_max(domains: Sequence[int]) -> int:
 
     A capsule has no other domain to go to then.
     """
-    return RIDERS_MAX if len(set(domains)) > 1 else 0
+    return INLINE_BYTES_MAX if len(set(domains)) > 1 else 0
 
 
 def placing(manifest: pb.Manifest) -> tuple[object, ...]:

@@ -71,14 +71,14 @@ def decision_from(message: pb.Decision) -> Decision:
     return Decision(epoch_from(message.epoch), base, tuple(map(epoch_from, message.known)))
 
 
-def held_from(node_id: str, header: pb.SlotHeader) -> HeldSlot:
+def held_slot_from(node_id: str, header: pb.SlotHeader) -> HeldSlot:
     version = version_from(header.version) if header.HasField("version") else None
     return HeldSlot(
         node_id, header.rank, header.slot, SlotState(header.state), version, header.layout, header.data_bytes
     )
 
 
-def copy_from(node_id: str, header: pb.CapsuleHeader) -> HeldCapsule:
+def held_capsule_from(node_id: str, header: pb.CapsuleHeader) -> HeldCapsule:
     return HeldCapsule(node_id, header.rank, version_from(header.version), header.unreplicated_bytes)
 
 

@@ -27,7 +27,7 @@ def rebuilt_table(placement: Placement, predicted: Layout, rank: int, absent: Co
         absent: predicted leaves that did not exist, by the rank's capsule. Unreplicated ones among
             them have no bytes.
     """
-    division, part = placement.division, placement.part(rank)
+    division, part = placement.division, placement.rank_placement(rank)
     digest = division.layout_of[rank]
     places = {leaf.name: pb.CELL for cell in division.cells_of[digest] for leaf in division.cells[cell].leaves}
     places |= dict.fromkeys(division.inline_leaves[digest], pb.INLINE)

@@ -8,7 +8,7 @@ import pytest
 
 from reft.cli.demo.records import RankAttempt, TrainedStep, TrainingResult, compare, parse, read_result, recovery
 from reft.cli.demo.run import scenario_of
-from reft.cli.demo.scenario import KillFromOutside, KillInCopy, SeenFault
+from reft.cli.demo.scenario import CopyKill, OutsideKill, SeenFault
 from reft.failpoints import Failpoints
 
 
@@ -106,11 +106,11 @@ def test_recovery_is_measured_from_the_kill():
 
 def test_a_fault_is_overcome_only_by_the_expected_restore():
     back = recovery(DISTURBED, 5.0)
-    assert SeenFault(KillInCopy(1, 4), 5.0, {}, back).is_overcome
-    assert not SeenFault(KillInCopy(1, 3), 5.0, {}, back).is_overcome, "the torn snapshot was restored"
-    assert SeenFault(KillFromOutside((0,), 3), 5.0, {}, back).is_overcome
-    assert not SeenFault(KillFromOutside((0,), 7), 5.0, {}, back).is_overcome, "a much older step was restored"
-    assert not SeenFault(KillFromOutside((0,), 3), 5.0, {}).is_overcome
+    assert SeenFault(CopyKill(1, 4), 5.0, {}, back).is_overcome
+    assert not SeenFault(CopyKill(1, 3), 5.0, {}, back).is_overcome, "the torn snapshot was restored"
+    assert SeenFault(OutsideKill((0,), 3), 5.0, {}, back).is_overcome
+    assert not SeenFault(OutsideKill((0,), 7), 5.0, {}, back).is_overcome, "a much older step was restored"
+    assert not SeenFault(OutsideKill((0,), 3), 5.0, {}).is_overcome
 
 
 def test_progress():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.budget import MemoryLimit, refusal, size
+from reft.core.budget import MemoryLimit, format_bytes, refusal
 
 GIB = 1 << 30
 MACHINE = MemoryLimit("the machine's free memory", 8 * GIB, "free memory")
@@ -49,4 +49,4 @@ def test_refused_exactly_if_some_limit_is_exceeded(need, free):
     ],
 )  # fmt: skip
 def test_size(nbytes, text):
-    assert size(nbytes) == text
+    assert format_bytes(nbytes) == text

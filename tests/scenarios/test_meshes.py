@@ -29,7 +29,7 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Layout, Leaf, pack
-from reft.core.layout.symbolic import of
+from reft.core.layout.symbolic import symbolic_form
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, plan
 from tests.support.shards import VERSION, Postbox, Tensors, alike, make_slot, on_all
 
@@ -159,7 +159,7 @@ def read_back(
             box.of(rank), placement, rank, have, {old: old for old in have}, mine, made[rank], absent, lost_digests,
             lambda chunk: None, SMALL,
         )  # fmt: skip
-        part = placement.part(rank)
+        part = placement.rank_placement(rank)
         offsets = tuple(part.unreplicated_offset + offset for offset in part.unreplicated.offsets)
         if rank in have:
             assert load_unreplicated(
@@ -194,7 +194,9 @@ def test_a_restored_job_has_the_saved_state_and_trains_on(job):
     ], "the optimizer's state is as predicted"
 
     digests = [pack(leaves).digest for leaves in predicted]
-    division = divide({digest: of(leaves) for digest, leaves in zip(digests, predicted, strict=True)}, digests)
+    division = divide(
+        {digest: symbolic_form(leaves) for digest, leaves in zip(digests, predicted, strict=True)}, digests
+    )
     placement = place(division, domains, scheme, f, CHUNK)
     tensors = [rank.tensors() for rank in ranks]
     # Adafactor sums over tensors, so their address may change the last bit. Then the replicas are

@@ -13,7 +13,7 @@ from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.host_state import HostState
 from reft.client.state.parameters import NamedParameter
 from reft.client.state.serialization import from_plain, to_plain
-from reft.client.state.tensors import check
+from reft.client.state.tensors import check_supported
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf
 from reft.errors import ConfigError, UnsupportedState
@@ -194,13 +194,13 @@ def strided(shape, stride):
 )
 def test_a_tensor_whose_elements_share_memory_is_refused(tensor):
     with pytest.raises(UnsupportedState, match=r"model\.0\.mask .*share memory") as refused:
-        check("model.0.mask", tensor)
+        check_supported("model.0.mask", tensor)
     assert "clone()" in str(refused.value)
 
 
 @pytest.mark.parametrize("tensor", [strided((1, 8), (0, 1)), strided((8, 0), (0, 1)), strided((2, 2), (16, 3))])
 def test_other_strides_are_accepted(tensor):
-    check("model.0.mask", tensor)
+    check_supported("model.0.mask", tensor)
 
 
 def add_a_group(model, optimizer):

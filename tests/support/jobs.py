@@ -27,9 +27,9 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import Arena
 from reft_daemon.peers.round_replicator import PeerChannels
-from reft_daemon.registry import Registry, TimeToLive
+from reft_daemon.registry import Registry, RetentionTimes
 from tests.support.daemons import DaemonProcess
-from tests.support.saying import says
+from tests.support.saying import report_of
 
 CHUNK = 4096
 CAPSULE = capsule_format.encode({"compared": {}})
@@ -179,7 +179,7 @@ class Job:
         self, rank: int, answers: Mapping[int, StepAnswer], wait_ms: int = 0, timeout: float = 20.0, requested_every: int = 0,
     ) -> pb.ReportReply:  # fmt: skip
         request = pb.ReportRequest(
-            job=self.name, epoch=self.epoch, rank=rank, steps=messages.report_to(says(answers)), wait_ms=wait_ms,
+            job=self.name, epoch=self.epoch, rank=rank, steps=messages.report_to(report_of(answers)), wait_ms=wait_ms,
             requested_every=requested_every,
         )  # fmt: skip
         return self.send_report(rank, request, timeout)
@@ -222,7 +222,7 @@ def ask(path: str, request: pb.LocalRequest, timeout: float = 20.0) -> pb.LocalR
 
 def registry_of(arena: Arena, ttl_s: float = 1.0) -> Registry:
     """Returns the job registry of a daemon, without a daemon."""
-    return Registry(arena, PeerChannels(None, ()), TimeToLive(ttl_s, ttl_s), Failpoints(""), PeerChannels(None, ()))
+    return Registry(arena, PeerChannels(None, ()), RetentionTimes(ttl_s, ttl_s), Failpoints(""), PeerChannels(None, ()))
 
 
 def data_of(step: int, nbytes: int = 2 * CHUNK) -> bytes:

@@ -14,7 +14,7 @@ from reft.wire.manifest import table_to
 
 def described(*ranks: Sequence[Leaf]) -> dict[str, Any]:
     """Returns the layout fields of a manifest whose ranks have these leaves."""
-    forms = [symbolic.of(leaves) for leaves in ranks]
+    forms = [symbolic.symbolic_form(leaves) for leaves in ranks]
     rank_table = RankTable([layout_facts(pack(leaves), form) for leaves, form in zip(ranks, forms, strict=True)])
     facts = [
         {"table": text_of(table_to(form.table))} if rank_table.describes(i) else {} for i, form in enumerate(forms)

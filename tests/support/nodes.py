@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from reft.cli.ask import UnknownJob, ask
+from reft.cli.ask import NoSuchJob, ask
 from reft.cli.demo import clean_up
 from reft.cli.demo.cluster import (
     FOREIGN,
@@ -336,7 +336,7 @@ class Nodes:
         for machine in self.living:
             try:
                 status = ask(machine.address, "Status", pb.StatusRequest(job=self._training.job), STATUS_S).jobs[0]
-            except UnknownJob:
+            except NoSuchJob:
                 continue  # a node that stands by
             by_number = {_number_inside(process): process for process in marked(self._mark(machine.name))}
             mine = [rank for rank in status.ranks if rank.node == machine.name and rank.alive]
@@ -351,7 +351,7 @@ class Nodes:
         for machine in self.living:
             try:
                 statuses += ask(machine.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs
-            except (DaemonUnavailable, UnknownJob):
+            except (DaemonUnavailable, NoSuchJob):
                 continue
         return statuses
 

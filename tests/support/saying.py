@@ -9,7 +9,7 @@ from reft.core.commit.round import Outcome, StepAnswer, StepReport
 SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
 
-def says(answers: Mapping[int, StepAnswer], since: int = -1) -> StepReport:
+def report_of(answers: Mapping[int, StepAnswer], since: int = -1) -> StepReport:
     """Returns the report of a rank with these answers.
 
     All other steps before the newest were skipped.

@@ -12,7 +12,7 @@ import torch
 
 from reft.client.state.tensors import leaf_of
 from reft.core.coding.placement import Placement, place
-from reft.core.layout.cells import RIDERS_MAX, divide
+from reft.core.layout.cells import INLINE_BYTES_MAX, divide
 from reft.core.layout.layout import Layout, Leaf, pack
 from tests.support.shards import Tensors
 
@@ -95,7 +95,7 @@ def placement_for(
         layout = pack(each)
         layouts[layout.digest] = layout
         index.append(layout.digest)
-    inline_bytes_max = RIDERS_MAX if len(set(domains)) > 1 else 0
+    inline_bytes_max = INLINE_BYTES_MAX if len(set(domains)) > 1 else 0
     return place(divide(layouts, index, own, inline_bytes_max), domains, scheme, tolerate, chunk_bytes)
 
 

@@ -50,7 +50,7 @@ def placed(
 
 def slot_data(placement: Placement, rank: int, tensors: Tensors) -> np.ndarray:
     """Returns the data of a rank's slot, uint8."""
-    part = placement.part(rank)
+    part = placement.rank_placement(rank)
     data = np.zeros(part.data_bytes, np.uint8)
     cells = {}
     for index in placement.division.cells_of[placement.division.layout_of[rank]]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.core.layout.layout import pack
-from reft.core.layout.symbolic import of
+from reft.core.layout.symbolic import symbolic_form
 from reft.errors import FormatError
 from reft.wire.manifest import BYTES_MAX, layouts_of, placement_of, table_from, table_to
 from reft.wire.v1 import daemon_pb2 as pb
@@ -20,9 +20,9 @@ from tests.support.manifests import described
 @settings(deadline=None, max_examples=60)
 @given(WILD)
 def test_tables_with_their_own_bytes(leaves):
-    table = of(leaves).table
+    table = symbolic_form(leaves).table
     assert table_from(table_to(table)) == table
-    assert table_to(of(leaves).table) == table_to(table)
+    assert table_to(symbolic_form(leaves).table) == table_to(table)
 
 
 @settings(deadline=None, max_examples=60)
@@ -107,4 +107,4 @@ def test_an_impossible_leaf_is_refused():
             table_from(table.SerializeToString())
     huge = dataclasses.replace(piece("w", (8, 6), -1, 1, 0), nbytes=BYTES_MAX + 1, stride=(9, 9))
     with pytest.raises(FormatError):
-        table_from(table_to(of([huge]).table))
+        table_from(table_to(symbolic_form([huge]).table))

@@ -104,7 +104,7 @@ def test_headers(version, state):
     header = pb.SlotHeader(rank=3, slot="rank-3.slot-0", state=pb.SlotState.Name(state), layout=b"l" * 16, data_bytes=5)
     if version:
         header.version.CopyFrom(messages.version_to(version))
-    assert messages.held_from("n", header) == HeldSlot("n", 3, "rank-3.slot-0", state, version, b"l" * 16, 5)
+    assert messages.held_slot_from("n", header) == HeldSlot("n", 3, "rank-3.slot-0", state, version, b"l" * 16, 5)
 
 
 def test_the_numbers_are_those_of_the_core():

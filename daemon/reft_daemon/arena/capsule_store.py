@@ -27,7 +27,7 @@ from typing import Final
 import xxhash
 from google.protobuf.message import DecodeError
 
-from reft.core.commit.capsules import DIGESTS_MAX, surplus
+from reft.core.commit.capsules import DIGESTS_MAX, capsules_to_drop
 from reft.core.commit.decision import Decision, counts
 from reft.core.commit.round import Outcome
 from reft.core.commit.version import Version
@@ -145,7 +145,7 @@ class CapsuleStore:
                 f"{version} of rank {record.rank} is not of the history of epoch {decision.epoch.counter}."
             )
         versions = self._files.setdefault(record.rank, {})
-        if version in versions or version in surplus([*versions, version], decision, outcome):
+        if version in versions or version in capsules_to_drop([*versions, version], decision, outcome):
             return
         data = encode(self.job, record)
         self.arena.check_room(len(data))
@@ -158,7 +158,7 @@ class CapsuleStore:
     def prune(self, decision: Decision, outcome: Outcome) -> None:
         """Removes the capsules that no recovery can need any more."""
         for rank, versions in self._files.items():
-            for version in surplus(versions, decision, outcome):
+            for version in capsules_to_drop(versions, decision, outcome):
                 self._drop(rank, version)
 
     def headers(self) -> list[pb.CapsuleHeader]:

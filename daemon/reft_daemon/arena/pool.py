@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.core.budget import MemoryLimit, refusal, size
+from reft.core.budget import MemoryLimit, format_bytes, refusal
 from reft.wire.shm import map_file
 from reft.wire.slot_format import Bytes
 from reft_daemon.arena.huge_pages import make_huge
@@ -76,9 +76,14 @@ class SparePool:
         while not reason and self._missing_files() > 0:
             reason = self._make_file()
         if reason and reason != self._logged_reason:
-            log.warning("spare files take %s of the %s wanted: %s", size(self.bytes), size(self.want.bytes), reason)
+            log.warning(
+                "spare files take %s of the %s wanted: %s",
+                format_bytes(self.bytes),
+                format_bytes(self.want.bytes),
+                reason,
+            )
         if len(self._ready) > ready_before:
-            log.info("%d spare files of %s are ready for slots", len(self._ready), size(self.want.file_bytes))
+            log.info("%d spare files of %s are ready for slots", len(self._ready), format_bytes(self.want.file_bytes))
         self._logged_reason = reason
 
     def _missing_files(self) -> int:

@@ -183,7 +183,7 @@ class HeartbeatService:
             monitor = self._monitors[request.job]
         assert monitor is not None
         monitor.agent_beat(request.pid, phase)
-        return pb.AgentBeatReply(watchers=[monitor.view.nodes[node] for node in monitor.detector.watched()])
+        return pb.AgentBeatReply(watchers=[monitor.view.nodes[node] for node in monitor.detector.watched_nodes()])
 
     def _other_agent_beat(self, request: pb.AgentBeatRequest, phase: AgentPhase) -> pb.AgentBeatReply:
         monitor = self._monitor_or_raise(request.job)
@@ -286,7 +286,7 @@ class HeartbeatService:
                 if monitor.is_over(now_s):
                     self.forget(job)
                 elif is_due:
-                    self._send(monitor, monitor.detector.watched())
+                    self._send(monitor, monitor.detector.watched_nodes())
                     self._kill_hung(monitor)
 
     def _kill_hung(self, monitor: JobMonitor) -> None:
@@ -309,7 +309,7 @@ class HeartbeatService:
             asyncio.get_running_loop().call_soon(self._send_news, monitor)
 
     def _send_news(self, monitor: JobMonitor) -> None:
-        self._send(monitor, monitor.detector.passers(), is_news=True)
+        self._send(monitor, monitor.detector.news_targets(), is_news=True)
         asyncio.get_running_loop().call_later(NEWS_S, self._jobs_with_news.discard, monitor.job)
 
     def _send(self, monitor: JobMonitor, nodes: Iterable[str], is_news: bool = False) -> None:

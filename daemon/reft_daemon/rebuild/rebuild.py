@@ -28,7 +28,7 @@ from reft.core.commit.decision import counts
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
-from reft.core.recovery.rebuild import Bytes, RebuildSlice, ShardRebuilder, StripeRebuild, bands, lane_at, stripes
+from reft.core.recovery.rebuild import Bytes, RebuildSlice, ShardRebuilder, StripeRebuild, lane_at, slices, stripes
 from reft.errors import AttachError, ConfigError, FormatError, ReftError, StaleEpoch
 from reft.wire import capsule_format, messages
 from reft.wire.manifest import layouts_of, placement_of
@@ -184,7 +184,7 @@ class Rebuild:
         record = await self._request_capsule(job, node, lost.rank)
         if record is None or record.rank != lost.rank or messages.version_from(record.version) != self.version:
             raise DamagedSource(node, capsule_name, "the capsule is missing")
-        rank_placement = placement.part(lost.rank)
+        rank_placement = placement.rank_placement(lost.rank)
         chunks = -(-rank_placement.data_bytes // placement.chunk_bytes)
         try:
             tree = capsule_format.decode(record.capsule)
@@ -293,7 +293,7 @@ class Rebuild:
     ) -> None:
         """Decodes all slices, SLICES_AT_ONCE at a time."""
         rebuilder = ShardRebuilder(placement)
-        slices = (each for stripe in stripe_rebuilds for each in bands(placement, stripe))
+        slices = (each for stripe in stripe_rebuilds for each in slices(placement, stripe))
         targets = {each.rank: each.slot for each in lost}
 
         async def decode_next_slices() -> None:
@@ -359,7 +359,7 @@ class Rebuild:
 
         bad = await _in_thread(first_bad)
         if bad >= 0:
-            lane = lane_at(placement.part(lost.rank), bad * placement.chunk_bytes)
+            lane = lane_at(placement.rank_placement(lost.rank), bad * placement.chunk_bytes)
             raise FormatError(
                 f"the decoded data of rank {lost.rank}, {self.version}, is not what was saved: chunk {bad}, in lane {lane}.",
                 "bring back the lost node with its memory, or restore from a checkpoint",

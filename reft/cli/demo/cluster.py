@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.cli.ask import UnknownJob, ask
+from reft.cli.ask import NoSuchJob, ask
 from reft.cli.demo import clean_up
 from reft.cli.demo.records import TrainingResult, read_result
 from reft.config import child_environment
@@ -203,7 +203,7 @@ class Cluster:
         for node in self.nodes:
             try:
                 statuses += ask(node.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs
-            except (DaemonUnavailable, UnknownJob):
+            except (DaemonUnavailable, NoSuchJob):
                 continue
         return statuses
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from reft.cli.demo.cluster import Cluster
 from reft.cli.demo.records import BitComparison, TrainingResult, compare
-from reft.cli.demo.scenario import KillFromOutside, KillInCopy, Scenario, ScenarioOutcome, SeenFault, run
+from reft.cli.demo.scenario import CopyKill, OutsideKill, Scenario, ScenarioOutcome, SeenFault, run
 from reft.cli.demo.screen import Progress, Screen
 from reft.cli.signals import unwinding
 
@@ -89,8 +89,8 @@ def _fault_document(seen: SeenFault) -> dict[str, Any]:
 
 def scenario_of(steps: int, world: int) -> Scenario:
     """Returns the training: rank 1 dies in mid-copy after 1/3 of the steps, all ranks after 2/3."""
-    everyone = KillFromOutside(tuple(range(world)), 2 * steps // 3)
-    return Scenario("demo-faults", steps, (KillInCopy(rank=1, step=steps // 3), everyone))
+    everyone = OutsideKill(tuple(range(world)), 2 * steps // 3)
+    return Scenario("demo-faults", steps, (CopyKill(rank=1, step=steps // 3), everyone))
 
 
 def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> DemoReport:

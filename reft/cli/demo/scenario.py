@@ -16,7 +16,7 @@ STALL_S = 90.0  # the run has failed if no rank writes a record for so long
 
 
 @dataclass(frozen=True)
-class KillInCopy:
+class CopyKill:
     """SIGKILLs one rank from inside, while it copies a chunk of the snapshot of `step`.
 
     Only in the first attach of the job.
@@ -36,7 +36,7 @@ class KillInCopy:
 
 
 @dataclass(frozen=True)
-class KillFromOutside:
+class OutsideKill:
     """SIGKILLs ranks after all ranks completed `step` and recovered from earlier faults."""
 
     ranks: tuple[int, ...]
@@ -47,7 +47,7 @@ class KillFromOutside:
         return f"SIGKILL of rank{'s' * (len(self.ranks) > 1)} {numbers} from outside"
 
 
-Fault = KillInCopy | KillFromOutside
+Fault = CopyKill | OutsideKill
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class SeenFault:
         recovery = self.recovery
         if recovery is None or recovery.source != "memory" or recovery.base < self.fault.step - LAG_STEPS:
             return False
-        return isinstance(self.fault, KillFromOutside) or recovery.base < self.fault.step
+        return isinstance(self.fault, OutsideKill) or recovery.base < self.fault.step
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def run(cluster: Cluster, scenario: Scenario, watch: Watch = lambda result, happ
             of the logs.
     """
     began = time.monotonic()
-    failpoints = ",".join(fault.failpoint for fault in scenario.faults if isinstance(fault, KillInCopy))
+    failpoints = ",".join(fault.failpoint for fault in scenario.faults if isinstance(fault, CopyKill))
     training = cluster.launch(scenario.job, scenario.steps, environment={"REFT_FAILPOINTS": failpoints})
     happened: list[SeenFault] = []
     changed_s, size = began, -1
@@ -136,7 +136,7 @@ def _next_fault(cluster: Cluster, scenario: Scenario, result: TrainingResult, ha
     if len(happened) == len(scenario.faults) or not all(each.recovery for each in happened):
         return
     fault = scenario.faults[len(happened)]
-    if isinstance(fault, KillInCopy):
+    if isinstance(fault, CopyKill):
         first = next((each for each in result.attempts[fault.rank] if each.steps), None)
         # The last line comes just before the snapshot in which the rank dies. The daemon knows
         # whether it died.

@@ -165,7 +165,7 @@ def is_due(steps: int) -> bool:
 
 def misfits(snapshots: Snapshotter) -> bool:
     """Decides whether this rank's state misfits the placement, by the last snapshot."""
-    return bool(snapshots.unforeseen or snapshots.reporter.mismatched)
+    return bool(snapshots.unplanned_leaves or snapshots.reporter.mismatched)
 
 
 def _end_snapshots(step: int, snapshots: Snapshotter) -> list[int]:
@@ -179,7 +179,7 @@ def _end_snapshots(step: int, snapshots: Snapshotter) -> list[int]:
     if not snapshots.retire(DEADLINE_S):
         raise ReftError(f"the snapshot before step {step} did not end within {DEADLINE_S:.0f} s.")
     daemon_whole = snapshots.leases.whole()
-    if daemon_whole is not None and snapshots.leaves_out(daemon_whole.step):
+    if daemon_whole is not None and snapshots.is_discarded(daemon_whole.step):
         daemon_whole = None
     return list(max((each.order for each in (snapshots.whole, daemon_whole) if each is not None), default=NOTHING))
 

@@ -14,7 +14,7 @@ from reft.client.schedule import hooks
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.core.coding.placement import Placement, exposed
+from reft.core.coding.placement import Placement, exposures
 from reft.core.commit.version import Version
 from reft.core.recovery.recovery import RecoveryPlan, describe
 from reft.core.text import counted
@@ -103,7 +103,7 @@ def earlier_runs(job_survey: JobSurvey, script: str) -> list[str]:
 
 def exposure(placement: Placement) -> list[str]:
     """Returns a line about state that is lost if a node is lost."""
-    unprotected = exposed(placement)
+    unprotected = exposures(placement)
     if not unprotected:
         return []
     more = f" And {len(unprotected) - 1} more: see reft-cli status." if len(unprotected) > 1 else ""

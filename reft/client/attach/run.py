@@ -43,7 +43,7 @@ from reft.client.memory.cuda import Device
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.memory.threads import ComputeThreads, copy_cpus, has_idle_cores
 from reft.client.restore.decode import decoder_for
-from reft.client.restore.materialize import room_for
+from reft.client.restore.materialize import missing_state_buffer
 from reft.client.restore.remote_slots import RemoteSlots
 from reft.client.restore.reshard import ReshardRestore, is_reshaped, leaves_by_rank
 from reft.client.restore.restore import Restore
@@ -129,7 +129,9 @@ class Attachment:
             raise RestoreError(
                 f"every version of job {self.job.id} that was tried is damaged.", f"reft-cli purge {self.job.id}"
             )
-        slot_bytes = self.placement.part(self.rank_group.rank).data_bytes * self.settings.slots * self.rank_group.world
+        slot_bytes = (
+            self.placement.rank_placement(self.rank_group.rank).data_bytes * self.settings.slots * self.rank_group.world
+        )
         self.rank_group.gather_or_raise(self._lease, extra_s=slot_bytes / ALLOCATION_BYTES_PER_S)
         return self._begin()
 
@@ -151,7 +153,7 @@ class Attachment:
         self.own = local_socket.introduce(self.hello.local_socket, self.settings.attach_deadline_s)
         if self.hello.held:
             self._prefault()
-        self.symbolic, self.table = symbolic.of(leaves), messages.table_to(self.predicted)
+        self.symbolic, self.table = symbolic.symbolic_form(leaves), messages.table_to(self.predicted)
         if self.launch.under_agent:
             die_with_parent()
         return {
@@ -163,7 +165,7 @@ class Attachment:
 
     def _prefault(self) -> None:
         """Starts to make memory in the background for the state that will probably be restored."""
-        self.restore_buffer = room_for(self.predicted.leaves, self.tracked, self.tensor_index)
+        self.restore_buffer = missing_state_buffer(self.predicted.leaves, self.tracked, self.tensor_index)
 
     def _secrets(self) -> dict[str, str]:
         return {"ident": secrets.token_hex(16 * (self.settings.slots + 2)), "token": secrets.token_hex(32)}
@@ -320,7 +322,7 @@ class Attachment:
                 self._host_tree = self._reshard.finish()
             return damaged
         with contextlib.closing(self._make_restore(self.plan.base)) as restore:
-            results = self.rank_group.gather_or_raise(restore.open, extra_s=restore.far_s)
+            results = self.rank_group.gather_or_raise(restore.open, extra_s=restore.remote_read_s)
             is_mismatched = are_mismatched(each["compared"] for each in results)
             damaged = list(range(self.rank_group.world)) if is_mismatched else self._damaged(results)
             if damaged:
@@ -391,7 +393,7 @@ class Attachment:
         if self._is_leader and self.plan.base is not None:
             epoch = messages.epoch_to(self.decision.epoch)
             self._call("Secure", pb.SecureRequest(job=self.job.id, epoch=epoch))
-        self.slots = self.leases.lease(self.placement.part(self.rank_group.rank).data_bytes, len(self.table))
+        self.slots = self.leases.lease(self.placement.rank_placement(self.rank_group.rank).data_bytes, len(self.table))
         return {}
 
     # begin

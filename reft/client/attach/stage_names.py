@@ -18,7 +18,7 @@ from reft.client.link.rank_group import RankGroup
 from reft.client.snapshot.replica_check import value_digests
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects, stage_prefix
-from reft.core.layout.stage_naming import StageNames, candidates, naming
+from reft.core.layout.stage_naming import StageNames, name_stages, tie_candidates
 from reft.errors import ConfigError
 
 
@@ -90,14 +90,14 @@ def named(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> TrackedO
     mine = {number: own[number] for number, rank in speaker.items() if rank == rank_group.rank}
     gathered = rank_group.gather_or_raise(lambda: {str(number): _to_plain(stage) for number, stage in mine.items()})
     stages = {int(number): _from_plain(stage) for each in gathered for number, stage in each.items()}
-    tied_names = candidates(stages, stages_by_rank)
+    tied_names = tie_candidates(stages, stages_by_rank)
     values: dict[int, Mapping[str, str]] = {}
     if tied_names:
         gathered = rank_group.gather_or_raise(
             lambda: {str(number): _digests(tensor_index, number, tied_names) for number in mine}
         )
         values = {int(number): digests for each in gathered for number, digests in each.items() if digests}
-    return replace(made[0], naming=naming(stages, tied_names, values))
+    return replace(made[0], naming=name_stages(stages, tied_names, values))
 
 
 def _check(stages_by_rank: Sequence[frozenset[int]], numbers: Sequence[int]) -> None:

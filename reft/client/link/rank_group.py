@@ -97,7 +97,7 @@ class RankGroup:
             sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
             self._all_gather(sizes, torch.tensor([len(payload)], device="cpu"), end)
             widths = [int(size) for size in sizes]
-            alone = spoken_alone(widths)
+            alone = broadcast_ranks(widths)
             widest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
             mine = torch.zeros(widest, dtype=torch.uint8, device="cpu")
             if self.rank not in alone:
@@ -127,7 +127,7 @@ class RankGroup:
             self.group = None
 
 
-def spoken_alone(widths: Sequence[int]) -> list[int]:
+def broadcast_ranks(widths: Sequence[int]) -> list[int]:
     """Chooses the ranks whose messages are broadcast one by one.
 
     An all-gather pads all messages to the length of the longest: one table of 200 kB would cost

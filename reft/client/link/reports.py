@@ -196,9 +196,9 @@ class Reporter:
             log.warning("the daemon answers again: snapshots go on.")
             self.error = None
         self.slots_missing = reply.slots_missing
-        self._outcome = self._outcome.then(messages.outcome_from(reply))
+        self._outcome = self._outcome.merge(messages.outcome_from(reply))
         for step in [step for step in self._sealed if self._outcome.decides(step)]:
-            self._delays.decided(step, self._newest_reported, self._outcome.voids(step))
+            self._delays.note_decided(step, self._newest_reported, self._outcome.voids(step))
             del self._sealed[step]
 
     def spacing(self, step: int, since: int, every: int, slots: int) -> int:
@@ -211,8 +211,8 @@ class Reporter:
             slots: number of this rank's slots.
         """
         with self._changed:
-            oldest, in_vain = min(self._sealed, default=None), self._delays.in_vain
-            delay = self._delays.worst(step, oldest)
+            oldest, in_vain = min(self._sealed, default=None), self._delays.last_void
+            delay = self._delays.longest(step, oldest)
         passed = None if in_vain is None else (step - in_vain) // every
         return backoff_interval(step // every - since // every, passed, delay // every, slots)
 

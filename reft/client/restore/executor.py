@@ -119,9 +119,9 @@ class TransferExecutor:
             tag = 0
             for stripe_slice, local_reads in self._read_ahead(cell):
                 pending = self._begin_decode(stripe_slice)
-                for i, shard_range in enumerate(stripe_slice.pieces):
+                for i, shard_range in enumerate(stripe_slice.ranges):
                     self._post(shard_range, tag + i, local_reads.get(i), pending)
-                tag += len(stripe_slice.pieces)
+                tag += len(stripe_slice.ranges)
                 if pending is not None:
                     self._under_way.append(_Transfer(pending=pending))
         while self._under_way:
@@ -163,10 +163,10 @@ class TransferExecutor:
         """Yields the slices, some time after submitting the reads of their local ranges."""
         submitted: deque[tuple[StripeSlice, LocalReads, int]] = deque()
         ahead_bytes = 0
-        for stripe_slice in self._load_plan.groups(cell):
+        for stripe_slice in self._load_plan.slices(cell):
             local_ranges = [
                 (i, shard_range)
-                for i, shard_range in enumerate(stripe_slice.pieces)
+                for i, shard_range in enumerate(stripe_slice.ranges)
                 if self._rank in shard_range.stream.at_hand
             ]
             local_reads = {i: self._pool.submit(self._read_range, shard_range) for i, shard_range in local_ranges}
@@ -265,12 +265,12 @@ class TransferExecutor:
         """Returns the decode to do after a slice; None if this rank need not decode."""
         lane = self._lanes[stripe_slice.lane]
         flat_view = self._flat_views.get(lane.cell)
-        if not stripe_slice.is_coded or flat_view is None:
+        if not stripe_slice.has_lost_shards or flat_view is None:
             return None
         pending = _PendingDecode(stripe_slice, flat_view, buffer=self._parity_buffers.take(self._free_a_buffer))
         assert pending.buffer is not None
         width, at = stripe_slice.end - stripe_slice.begin, 0
-        streams = {shard_range.stream.shard: shard_range.stream for shard_range in stripe_slice.pieces}
+        streams = {shard_range.stream.shard: shard_range.stream for shard_range in stripe_slice.ranges}
         for shard in stripe_slice.read.shards:
             if shard < lane.code.k:
                 continue

@@ -187,7 +187,7 @@ class _Shards:
     """The data section of a rank's slot, assembled from its live tensors."""
 
     def __init__(self, placement: Placement, rank: int, flat_views: Mapping[int, FlatTensorView]) -> None:
-        part = placement.part(rank)
+        part = placement.rank_placement(rank)
         self._lanes, self._flat_views = placement.lanes, flat_views
         self._size = placement.chunk_bytes
         self._blocks = part.blocks[: part.data_blocks]

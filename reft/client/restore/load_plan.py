@@ -100,13 +100,13 @@ class StripeSlice:
     """
 
     lane: int
-    pieces: Sequence[ShardRange]
+    ranges: Sequence[ShardRange]
     read: StripeRead
     begin: int
     end: int
 
     @property
-    def is_coded(self) -> bool:
+    def has_lost_shards(self) -> bool:
         """Whether the slice has a lost shard to decode."""
         return bool(self.read.lost)
 
@@ -127,7 +127,7 @@ class LoadPlan:
     reader_of: Mapping[int, int]
     sizes: LoadSizes
 
-    def groups(self, cell: int) -> Iterator[StripeSlice]:
+    def slices(self, cell: int) -> Iterator[StripeSlice]:
         """Yields the slices of one cell.
 
         Lanes and stripes take turns, so that all members send at the same time.

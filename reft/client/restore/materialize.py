@@ -54,7 +54,7 @@ def _create_missing(
 ) -> TensorIndex:
     """Creates the missing leaves and returns the new tensor index."""
     if buffer is None or buffer.nbytes < sum(align(leaf.nbytes) for leaf in missing):
-        buffer = room_for(missing, tracked, before)
+        buffer = missing_state_buffer(missing, tracked, before)
     try:
         make_missing_state(missing, tracked, buffer)
         return tracked.bind()
@@ -62,7 +62,7 @@ def _create_missing(
         buffer.settle()  # an old kernel makes pages by writing zeros; wait before tensors are filled
 
 
-def room_for(leaves: Iterable[Leaf], tracked: TrackedObjects, tensor_index: TensorIndex) -> HugePageBuffer:
+def missing_state_buffer(leaves: Iterable[Leaf], tracked: TrackedObjects, tensor_index: TensorIndex) -> HugePageBuffer:
     """Returns a buffer for those leaves that do not exist.
 
     If the tensors will lie on the host, threads begin to make the buffer's pages.

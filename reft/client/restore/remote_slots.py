@@ -20,13 +20,15 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 # A tenth of what one daemon delivers on a slow network: several ranks may read from it at once.
-FAR_BYTES_PER_S = 10 << 20
+REMOTE_BYTES_PER_S = 10 << 20
 # The daemon answers, but the data is damaged or gone. The source counts as damaged, like a damaged
 # local slot.
 _LOST = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND)
 
 
-def far_s(sources: Mapping[int, HeldSlot], reader_of: Mapping[int, int], nodes: Mapping[str, Sequence[int]]) -> float:
+def remote_read_s(
+    sources: Mapping[int, HeldSlot], reader_of: Mapping[int, int], nodes: Mapping[str, Sequence[int]]
+) -> float:
     """Returns how long ranks may wait for reads from other nodes, in seconds.
 
     The rank that reads most from other nodes decides.
@@ -40,7 +42,7 @@ def far_s(sources: Mapping[int, HeldSlot], reader_of: Mapping[int, int], nodes: 
     for old, source in sources.items():
         if reader_of[old] not in nodes.get(source.node, ()):
             remote_bytes[reader_of[old]] += source.data_bytes
-    return max(remote_bytes.values(), default=0) / FAR_BYTES_PER_S
+    return max(remote_bytes.values(), default=0) / REMOTE_BYTES_PER_S
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class RemoteSlots:
         )
         at = 0
         with self._stub(source.node, source.rank) as stub:
-            for chunk in stub.Read(request, timeout=self.deadline_s + buffer.nbytes / FAR_BYTES_PER_S):
+            for chunk in stub.Read(request, timeout=self.deadline_s + buffer.nbytes / REMOTE_BYTES_PER_S):
                 buffer[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
                 at += len(chunk.data)
         if at != buffer.nbytes:

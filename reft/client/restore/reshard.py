@@ -28,13 +28,13 @@ from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore import host_state_resharding
 from reft.client.restore.host_state_resharding import HostStateResharding
 from reft.client.restore.materialize import live_tensors
-from reft.client.restore.remote_slots import RemoteSlots, far_s
+from reft.client.restore.remote_slots import RemoteSlots, remote_read_s
 from reft.client.restore.reshard_decode import ChunkVerifier
 from reft.client.restore.reshard_executor import ReshardExecutor
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
 from reft.client.restore.verified_slot import VerifiedSlotReader
-from reft.client.snapshot.replica_check import are_mismatched, compared, compared_before
+from reft.client.snapshot.replica_check import are_mismatched, capsule_digests, earlier_digests
 from reft.client.state import serialization
 from reft.client.state.host_state import HostState
 from reft.client.state.tensors import TensorIndex
@@ -123,7 +123,7 @@ class ReshardRestore:
             RestoreError: bytes are not available, or decoded bytes differ from the saved ones.
         """
         opened = self.rank_group.gather_or_raise(
-            self._open, extra_s=far_s(self.plan.sources, self._readers, self.nodes)
+            self._open, extra_s=remote_read_s(self.plan.sources, self._readers, self.nodes)
         )
         damaged = sorted({old for each in opened for old in each["damaged"]})
         if damaged:
@@ -218,7 +218,7 @@ class ReshardRestore:
             "digests": digests,
             "step": tree["step"],
             "marked": tree["marked"],
-            "compared": compared(tree) + compared_before(self.remote.earlier(self.plan, old)),
+            "compared": capsule_digests(tree) + earlier_digests(self.remote.earlier(self.plan, old)),
         }
 
     def _slot(self, source: HeldSlot) -> SlotMap:
@@ -233,7 +233,7 @@ class ReshardRestore:
         """
         layout, places = table_from(data), places_from(data)
         predicted = {leaf.name: leaf for leaf in self.before[old]}
-        part = self.placement.part(old)
+        part = self.placement.rank_placement(old)
         self._ends[old] = part.data_bytes
         unreplicated_at = {
             leaf.name: part.unreplicated_offset + at
@@ -357,7 +357,7 @@ class ReshardRestore:
         }
 
     def _verifier(self, old: int) -> ChunkVerifier:
-        part = self.placement.part(old)
+        part = self.placement.rank_placement(old)
         end = max((block.offset + block.nbytes for block in part.blocks[: part.data_blocks]), default=0)
         return ChunkVerifier(np.frombuffer(self._digests[old], "<u8"), self.placement.chunk_bytes, end)
 

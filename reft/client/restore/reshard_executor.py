@@ -195,7 +195,7 @@ class ReshardExecutor:
         for old, offset in lost_slice.inputs:
             if self.reshard_plan.reader_of[old] == self.rank:
                 self._send_slice(lost_slice, self.slots[old], offset)
-        for message in lost_slice.parcels:
+        for message in lost_slice.messages:
             if self.rank in message.receivers:
                 self._receive(message)
 
@@ -249,7 +249,7 @@ class ReshardExecutor:
             packet, column = divmod(source_offset - lost_slice.block.offset, lost_slice.lane.packet_bytes)
             return packet * width + column - lost_slice.begin
 
-        for message in lost_slice.parcels:
+        for message in lost_slice.messages:
             # A message may be sent in place, so the next slice is decoded into new memory.
             self._send_and_copy(message, data, offset_in)
 

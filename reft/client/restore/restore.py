@@ -24,7 +24,7 @@ from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore import load
 from reft.client.restore.decode import Decoder
 from reft.client.restore.materialize import live_tensors
-from reft.client.restore.remote_slots import RemoteSlots, far_s
+from reft.client.restore.remote_slots import RemoteSlots, remote_read_s
 from reft.client.restore.transport import Transport
 from reft.client.snapshot import replica_check
 from reft.client.state import serialization
@@ -105,14 +105,14 @@ class Restore:
         return {"damaged": sorted(set(damaged)), "compared": self._compared()}
 
     @property
-    def far_s(self) -> float:
+    def remote_read_s(self) -> float:
         """How much longer `open` may take because slots lie on other nodes, in seconds."""
-        return far_s(self.plan.sources, self._readers(), self.nodes)
+        return remote_read_s(self.plan.sources, self._readers(), self.nodes)
 
     def _compared(self) -> list[list[int]]:
         if not self._tree.get("compared"):
             return []
-        return replica_check.compared(self._tree) + replica_check.compared_before(
+        return replica_check.capsule_digests(self._tree) + replica_check.earlier_digests(
             self.remote.earlier(self.plan, self.rank)
         )
 

@@ -100,6 +100,6 @@ class SlotSource(VerifiedSlotReader):
     """A slot that this rank reads, its own or another old rank's."""
 
     def __init__(self, slot: SlotMap, placement: Placement, old: int, at_chunk: AtChunk) -> None:
-        part = placement.part(old)
+        part = placement.rank_placement(old)
         super().__init__(slot, part.unreplicated_offset, at_chunk)
         self.offsets = {(block.lane, block.stripe, block.shard): block.offset for block in part.blocks}

@@ -7,11 +7,11 @@ class StepCounting:
     """A way to count steps."""
 
 
-class CountByMarks(StepCounting):
+class MarkCounting(StepCounting):
     """Counts marks, because the loop marks its steps."""
 
 
-class CountResumed(CountByMarks):
+class ResumedCounting(MarkCounting):
     """Waits for marks, because the restored step was marked; this loop has no mark yet."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class CountResumed(CountByMarks):
         return self._calls
 
 
-class CountByOptimizer(StepCounting):
+class CallCounting(StepCounting):
     """Counts calls of the optimizer, because the loop has no mark yet."""
 
     def __init__(self, start: int) -> None:

@@ -51,7 +51,7 @@ class CpuCopyEngine:
 
     def __init__(self, cpus: list[int], clock: Callable[[], float] = time.perf_counter, has_idle: bool = True) -> None:
         self.copy_stats = CopyStats()
-        self.cut = ParityTiling()
+        self.parity_tiling = ParityTiling()
         self.compares_all = self.keeps_host_time = True
         self._reads_done = threading.Event()
         self._reads_done.set()  # set: no copy reads the live state

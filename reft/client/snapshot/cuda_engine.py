@@ -75,7 +75,7 @@ class CudaCopyEngine:
     ) -> None:
         self.copy_stats = CopyStats()
         # A launch costs more than a small column, so columns are as wide as the scratch allows.
-        self.cut = ParityTiling(TRANSFER_BYTES, parity_scratch_bytes // 2, parity_scratch_bytes)
+        self.parity_tiling = ParityTiling(TRANSFER_BYTES, parity_scratch_bytes // 2, parity_scratch_bytes)
         self.compares_all = False  # to copy whole cells over PCIe would undo what sharding saves
         self.keeps_host_time = False
         self._device = device or Device()

@@ -65,13 +65,13 @@ class CopyEngine(Protocol):
 
     Attributes:
         copy_stats: how many bytes were copied, when and how fast.
-        cut: the sizes of the parity columns that this engine works best with.
+        parity_tiling: the sizes of the parity columns that this engine works best with.
         compares_all: whether the engine can digest all live bytes of a snapshot at a bearable cost.
         keeps_host_time: whether work is done on the device when Python has done it.
     """
 
     copy_stats: CopyStats
-    cut: ParityTiling
+    parity_tiling: ParityTiling
     compares_all: bool
     keeps_host_time: bool
 

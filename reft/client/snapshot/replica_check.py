@@ -85,17 +85,17 @@ def digest_of(sample: DigestSample, parts: Sequence[Bytes]) -> int:
     return hasher.intdigest()
 
 
-def compared(tree: Mapping[str, Any]) -> list[list[int]]:
+def capsule_digests(tree: Mapping[str, Any]) -> list[list[int]]:
     """Returns the sample digests in a decoded capsule: [step, cell, digest] of each sample."""
     return [[tree["step"], *pair] for pair in tree.get("compared", {}).items()]
 
 
-def compared_before(capsules: Iterable[bytes]) -> list[list[int]]:
+def earlier_digests(capsules: Iterable[bytes]) -> list[list[int]]:
     """Returns the sample digests in capsules of earlier steps; skips unreadable capsules."""
     samples = []
     for capsule in capsules:
         with contextlib.suppress(FormatError):
-            samples += compared(capsule_format.decode(capsule))
+            samples += capsule_digests(capsule_format.decode(capsule))
     return samples
 
 

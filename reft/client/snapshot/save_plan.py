@@ -31,7 +31,7 @@ import torch
 
 from reft.core.coding.erasure import XorProgram, encode_program
 from reft.core.coding.placement import Lane, Placement, RankPlacement, ShardBlock
-from reft.core.layout.cells import RIDERS_MAX
+from reft.core.layout.cells import INLINE_BYTES_MAX
 from reft.core.layout.layout import Layout, Leaf, align, pack
 from reft.errors import ConfigError
 from reft.wire.messages import table_to
@@ -223,7 +223,7 @@ class _Builder:
         self.tiling = tiling
         self.layout_digest = placement.division.layout_of[rank]
         self.cells = placement.division.cells_of[self.layout_digest]
-        self.own_placement = placement.part(rank)
+        self.own_placement = placement.rank_placement(rank)
         self.number = {leaf.name: i for i, leaf in enumerate(leaves)}
         # The leaf numbers in each cell; -1 where the leaf does not exist and the cell has zeros.
         self.members = {c: [self._find(leaf) for leaf in placement.division.cells[c].leaves] for c in self.cells}
@@ -280,7 +280,7 @@ class _Builder:
         A leaf that is larger than predicted may not fit; it becomes an unplanned leaf.
         """
         numbers = []
-        free_bytes = RIDERS_MAX
+        free_bytes = INLINE_BYTES_MAX
         for name in self.placement.division.inline_leaves[self.layout_digest]:
             number = self.number.get(name, -1)
             if number >= 0 and self.leaves[number].nbytes <= free_bytes:

@@ -34,9 +34,9 @@ from reft.client.state import serialization
 from reft.client.state.host_state import HostState
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.core.coding.placement import Placement, exposed
+from reft.core.coding.placement import Placement, exposures
 from reft.core.commit.round import StepAnswer
-from reft.core.commit.slots import choose
+from reft.core.commit.slots import choose_slot
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Leaf
 from reft.core.membership.log_debounce import TroubleLog
@@ -142,7 +142,7 @@ class Snapshotter:
 
     def expect(self, leaves: Sequence[Leaf]) -> None:
         """Makes the save plan for the leaves that attach predicts, before the first mark."""
-        self._predicted_plan = plan_save(self.placement, self.rank, leaves, {}, self.copy_engine.cut)
+        self._predicted_plan = plan_save(self.placement, self.rank, leaves, {}, self.copy_engine.parity_tiling)
 
     def fence(self) -> None:
         """Returns once no copy reads the live state any more."""
@@ -237,7 +237,7 @@ class Snapshotter:
     def _free_slot(self) -> MappedSlot | None:
         views = [slot.view() for slot in self.slots if slot.index not in self._busy_slots]
         voids = [view.version for view in views if view.version is not None and self.reporter.voids(view.version)]
-        chosen = choose(views, self.whole, voids)
+        chosen = choose_slot(views, self.whole, voids)
         return None if chosen is None else self.slots[chosen.index]
 
     def _job(self, step: int, plan: CurrentPlan, tree: Mapping[str, Any], pacing_plan: PacingPlan | None) -> CopyJob:
@@ -334,7 +334,9 @@ class Snapshotter:
         """Returns the plan for the leaves that exist now; makes a new one if they changed."""
         if self._plan is None or not self._plan.tensor_index.is_current():
             previous = self._plan.save_plan if self._plan else self._predicted_plan
-            self._plan = CurrentPlan.of(self.tracked.bind(), self.placement, self.rank, self.copy_engine.cut, previous)
+            self._plan = CurrentPlan.of(
+                self.tracked.bind(), self.placement, self.rank, self.copy_engine.parity_tiling, previous
+            )
             unplanned = self._plan.save_plan.unplanned
             if self.placement.lanes and unplanned != (previous.unplanned if previous else ()):
                 log.warning(
@@ -382,23 +384,23 @@ class Snapshotter:
     def whole(self) -> Version | None:
         """The newest version known to be whole: of this epoch and not discarded, or the base."""
         known = self.reporter.whole
-        return self.base if known is None or self.leaves_out(known.step) else known
+        return self.base if known is None or self.is_discarded(known.step) else known
 
     def newest_known_whole(self) -> int:
         """Returns the newest step known to be whole, of this epoch or of its base; -1 if none."""
         return self.whole.step if self.whole else -1
 
-    def leaves_out(self, step: int) -> bool:
+    def is_discarded(self, step: int) -> bool:
         """Tells whether `discard` has excluded this step number, which counted optimizer calls."""
         return step <= self._discarded_until
 
     @cached_property
     def is_protected(self) -> bool:
         """Whether a whole version survives the loss of `tolerate` failure domains."""
-        return not exposed(self.placement)
+        return not exposures(self.placement)
 
     @property
-    def unforeseen(self) -> tuple[str, ...]:
+    def unplanned_leaves(self) -> tuple[str, ...]:
         """Leaves of the last snapshot that attach did not predict: only this rank has them."""
         return self._plan.save_plan.unplanned if self._plan and self.placement.lanes else ()
 

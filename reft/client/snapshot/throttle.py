@@ -54,7 +54,7 @@ class CopyThrottle:
                 self._mark_s = self._phase_since_s
             elif self._paced_copy is not None:
                 self._paced_copy.enter(self._phase_since_s, index, tier)
-                self._wake(self._paced_copy.wanted)
+                self._wake(self._paced_copy.wanted_priorities)
             return self._phase_since_s
 
     def lift(self, tier: Tier | None = None) -> None:
@@ -68,7 +68,7 @@ class CopyThrottle:
             self._lifted = tier or self.tier
             if self._paced_copy is not None:
                 self._paced_copy.lift(tier)
-                self._wake(self._paced_copy.wanted)
+                self._wake(self._paced_copy.wanted_priorities)
 
     def open(self, paced_copy: PacedCopy) -> None:
         """Starts to hand out the tasks of a snapshot; training may be well beyond the mark."""

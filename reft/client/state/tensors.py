@@ -26,12 +26,12 @@ from reft.errors import UnsupportedState
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def clean(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Returns a parameter's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def check(name: str, tensor: torch.Tensor) -> None:
+def check_supported(name: str, tensor: torch.Tensor) -> None:
     """Raises UnsupportedState if the tensor is not plain memory of this process."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter):
         raise UnsupportedState(
@@ -168,7 +168,7 @@ class TensorIndex:
         else:
             self._wrappers.append(tensor)
             self._locals.append(local)
-        check(name, local)
+        check_supported(name, local)
         self.track_entry(place, key, tensor)
         self.track_address(local)
         if staged:  # buffers may be resized in place; comparing numel takes a third of the time

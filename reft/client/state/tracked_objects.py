@@ -17,7 +17,7 @@ from torch import nn
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.state.extract.registry import Extractor, extractor_of
 from reft.client.state.parameters import NamedParameter, ParameterNames
-from reft.client.state.tensors import TensorIndex, clean, device_of
+from reft.client.state.tensors import TensorIndex, device_of, without_wrappers
 from reft.core.layout.layout import Leaf
 from reft.core.layout.stage_naming import StageNaming
 
@@ -32,7 +32,7 @@ def stage_prefix(index: int) -> str:
     return f"model.stage{index}"
 
 
-def extractor(value: Any) -> Extractor:
+def required_extractor(value: Any) -> Extractor:
     """Returns the extractor of an object that attach has accepted."""
     match = extractor_of(value)
     assert match is not None, f"{type(value).__name__} passed the checks of attach and has no extractor"
@@ -79,10 +79,10 @@ class TrackedObjects:
 
     @cached_property
     def _items(self) -> Sequence[tuple[str, Any, Extractor]]:
-        models = [(prefix, module, extractor(module)) for prefix, module in self.modules.items()]
+        models = [(prefix, module, required_extractor(module)) for prefix, module in self.modules.items()]
         return [
             *models,
-            *((f"optimizer.{i}", each, extractor(each)) for i, each in enumerate(self.optimizers)),
+            *((f"optimizer.{i}", each, required_extractor(each)) for i, each in enumerate(self.optimizers)),
         ]
 
     def names(self) -> ParameterNames:
@@ -114,7 +114,7 @@ class TrackedObjects:
         Extra state is small, so it is stored in the capsule.
         """
         return {
-            f"{prefix}.{clean(path)}.extra_state": ExtraState(part)
+            f"{prefix}.{without_wrappers(path)}.extra_state": ExtraState(part)
             for prefix, module in self.modules.items()
             for path, part in module.named_modules()
             if _keeps_extra_state(type(part))

@@ -33,7 +33,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from reft.core.budget import size
+from reft.core.budget import format_bytes
 from reft.core.coding.erasure import ErasureCode, code_for
 from reft.core.layout.cells import Cell, Division
 from reft.core.layout.layout import ALIGNMENT, Layout, align
@@ -172,7 +172,7 @@ class Placement:
         begin = bisect_left(self.lanes, cell, key=lambda lane: lane.cell)
         return range(begin, bisect_right(self.lanes, cell, lo=begin, key=lambda lane: lane.cell))
 
-    def part(self, rank: int) -> RankPlacement:
+    def rank_placement(self, rank: int) -> RankPlacement:
         """Returns the content of one rank's slot data.
 
         Computed on demand: a plan for thousands of ranks must not compute all of them.
@@ -396,7 +396,7 @@ def holders_among(
     return tuple(holder_in_domain.values())[1:]
 
 
-def exposed(placement: Placement) -> tuple[Exposure, ...]:
+def exposures(placement: Placement) -> tuple[Exposure, ...]:
     """Returns the state that does not survive as many lost domains as requested.
 
     One entry for each combination of reason, survived losses and requested losses. Empty if all
@@ -432,11 +432,17 @@ def _weakness(lane: Lane, placement: Placement) -> tuple[Reason, int, int] | Non
 
 def _sentence(reason: Reason, f: int, requested: int, nbytes: int) -> str:
     if reason == "settings":
-        return f"{size(nbytes)} are stored only once, because of the settings: the loss of any domain loses them."
+        return (
+            f"{format_bytes(nbytes)} are stored only once, because of the settings: the loss of any domain loses them."
+        )
     if reason == "one domain":
-        return f"{size(nbytes)} have all their holders in one failure domain and are lost with it."
+        return f"{format_bytes(nbytes)} have all their holders in one failure domain and are lost with it."
     if reason == "few domains":
-        return f"{size(nbytes)} survive {counted(f, 'lost domain')} and not {requested}: their holders lie in {f + 1} domains."
+        return (
+            f"{format_bytes(nbytes)} survive {counted(f, 'lost domain')} and not {requested}: "
+            f"their holders lie in {f + 1} domains."
+        )
     return (
-        f"{size(nbytes)} have only one holder (unreplicated shards, or state that differs by rank): lost with its node."
+        f"{format_bytes(nbytes)} have only one holder (unreplicated shards, or state that differs by rank): "
+        "lost with its node."
     )

@@ -65,7 +65,7 @@ class CapsuleAcks:
             report: its answers.
             digests: step → cell → digest, for the sealed steps; see `digests_of`.
         """
-        self._reports[rank] = self._reports.get(rank, NOTHING).then(report).without(self._outcome)
+        self._reports[rank] = self._reports.get(rank, NOTHING).merge(report).without_decided(self._outcome)
         unacknowledged, digests_of_rank = self._unacknowledged.setdefault(rank, {}), self._digests.setdefault(rank, {})
         for step in self._reports[rank].sealed & report.sealed:
             if step not in unacknowledged:
@@ -115,7 +115,7 @@ class CapsuleAcks:
         """Takes the round's outcome, and drops the capsules of decided steps."""
         self._outcome = outcome
         for rank, report in self._reports.items():
-            self._reports[rank] = report.without(outcome)
+            self._reports[rank] = report.without_decided(outcome)
             self._drop_unsealed(rank)
 
     def _effective_report(self, rank: int) -> StepReport:
@@ -129,7 +129,7 @@ class CapsuleAcks:
             self.forget(rank, step)
 
 
-def surplus(kept: Collection[Version], decision: Decision, outcome: Outcome) -> set[Version]:
+def capsules_to_drop(kept: Collection[Version], decision: Decision, outcome: Outcome) -> set[Version]:
     """Returns the versions of one rank whose capsules a holder drops.
 
     Follows invariant 4, and limits undecided versions to UNDECIDED_MAX.

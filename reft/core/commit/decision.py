@@ -24,7 +24,7 @@ class Decision:
     base: Version | None
     known: tuple[Epoch, ...] = ()
 
-    def ends(self, epoch: Epoch) -> bool:
+    def supersedes(self, epoch: Epoch) -> bool:
         """Whether this attach knew of `epoch`, and so ended it.
 
         Of an ended epoch, only the versions up to the base count.

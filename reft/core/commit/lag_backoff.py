@@ -37,16 +37,16 @@ class OutcomeDelays:
 
     # The newest step at the time when this rank last heard that a step it had sealed is void; None:
     # never.
-    in_vain: int | None = None
+    last_void: int | None = None
     _recent: tuple[int, ...] = ()
 
-    def decided(self, step: int, now: int, is_void: bool) -> None:
+    def note_decided(self, step: int, now: int, is_void: bool) -> None:
         """Notes that a sealed step was decided while `now` was the newest step."""
         self._recent = (*self._recent, now - step)[-MEMORY:]
         if is_void:
-            self.in_vain = now
+            self.last_void = now
 
-    def worst(self, step: int, oldest: int | None) -> int:
+    def longest(self, step: int, oldest: int | None) -> int:
         """Returns the longest delay of the last MEMORY outcomes and of the missing outcome.
 
         Args:

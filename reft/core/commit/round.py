@@ -82,7 +82,7 @@ class StepReport:
             return None
         return StepAnswer.VOID
 
-    def then(self, report: StepReport) -> StepReport:
+    def merge(self, report: StepReport) -> StepReport:
         """Merges a report that arrived later. The first answer to a step counts."""
         sealed = self.sealed | {step for step in report.sealed if self.answer(step) is None}
         candidates = (self.pending | report.pending) - sealed
@@ -90,7 +90,7 @@ class StepReport:
         since, until = max(self.since, report.since), max(self.until, report.until)
         return StepReport(since, until, _newest(sealed), _newest(pending))
 
-    def without(self, outcome: Outcome) -> StepReport:
+    def without_decided(self, outcome: Outcome) -> StepReport:
         """Returns the report without the steps that `outcome` decides."""
         sealed, pending = (
             frozenset(step for step in steps if not outcome.decides(step)) for steps in (self.sealed, self.pending)
@@ -128,7 +128,7 @@ class Outcome:
         """Whether the step is void and newer than the newest whole step."""
         return step > self.whole and self.decides(step)
 
-    def then(self, outcome: Outcome) -> Outcome:
+    def merge(self, outcome: Outcome) -> Outcome:
         """Merges another outcome, older or newer. A step is decided if either one decides it."""
         still_open = {step for step in self.open | outcome.open if not self.decides(step) and not outcome.decides(step)}
         return Outcome(
@@ -232,12 +232,12 @@ class Round:
 
     def hear_outcome(self, outcome: Outcome) -> bool:
         """Takes the coordinator's decisions; True if they are news."""
-        merged = self.outcome.then(outcome)
+        merged = self.outcome.merge(outcome)
         if merged == self.outcome:
             return False
         self.outcome = merged
         for source, report in self._reports.items():
-            self._reports[source] = report.without(merged)
+            self._reports[source] = report.without_decided(merged)
         self._mismatched = {step for step in self._mismatched if not merged.decides(step)}
         self._digests = {step: cells for step, cells in self._digests.items() if not merged.decides(step)}
         return True
@@ -285,7 +285,7 @@ class Round:
     def _hear(self, source: tuple[str, int], report: StepReport, digests: Digests) -> bool:
         is_news = self.hear_outcome(Outcome(report.since, report.since))
         before = self._reports.get(source, NOTHING)
-        after = before.then(report).without(self.outcome)
+        after = before.merge(report).without_decided(self.outcome)
         self._reports[source] = after
         for step in sorted(after.sealed - before.sealed):
             self._compare(step, digests.get(step, {}))

@@ -59,7 +59,7 @@ def may_reuse(slot: Slot, whole: Version | None, voids: Collection[Version]) -> 
     return whole is not None and slot.version.is_older_than(whole)
 
 
-def choose(slots: Sequence[Slot], whole: Version | None, voids: Collection[Version]) -> Slot | None:
+def choose_slot(slots: Sequence[Slot], whole: Version | None, voids: Collection[Version]) -> Slot | None:
     """Returns the slot to write next: an empty one, else the oldest reusable one.
 
     None means: skip this snapshot.

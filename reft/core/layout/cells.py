@@ -27,12 +27,12 @@ from typing import TypeVar
 
 from reft.core.layout.layout import SMALL_BYTES, Layout, Leaf, pack
 from reft.core.layout.sharing import OwnLeaves, sharing
-from reft.core.layout.symbolic import SymbolicLayout, of
+from reft.core.layout.symbolic import SymbolicLayout, symbolic_form
 
 T = TypeVar("T")
 OWN_LEAVES_CACHE = 16  # layouts whose own leaves are cached: enough for the ranks of one node
 # Bytes of one rank's inline leaves. They travel with every snapshot, and a capsule holds 1 MiB.
-RIDERS_MAX = 256 << 10
+INLINE_BYTES_MAX = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def divide(
     layouts: Mapping[bytes, Layout | SymbolicLayout],
     layout_of: Sequence[bytes],
     mismatched: Collection[str] = (),
-    inline_bytes_max: int = RIDERS_MAX,
+    inline_bytes_max: int = INLINE_BYTES_MAX,
 ) -> Division:
     """Divides the state of a job into cells, inline leaves and unreplicated leaves.
 
@@ -106,7 +106,10 @@ def divide(
         raise ValueError(f"rank {missing[0]} names a layout that is not among the {len(layouts)} given")
 
     digests = list(ranks_of)
-    forms = [form if isinstance(form := layouts[digest], SymbolicLayout) else of(form.leaves) for digest in digests]
+    forms = [
+        form if isinstance(form := layouts[digest], SymbolicLayout) else symbolic_form(form.leaves)
+        for digest in digests
+    ]
     shared = sharing(forms, [len(ranks_of[digest]) for digest in digests], mismatched)
     cells: list[tuple[Cell, tuple[int, ...]]] = []  # with the indices of the layouts that have the cell
     for indices, leaves in shared.groups.items():

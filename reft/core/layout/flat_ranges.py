@@ -49,7 +49,7 @@ def flat_range(piece: Sequence[int], whole: Sequence[int], offset: Sequence[int]
     """
     begin = beginning(piece, whole, offset)
     if begin is None:
-        return FlatRange(cut(piece, offset), math.prod(piece), first)
+        return FlatRange(piece_tag(piece, offset), math.prod(piece), first)
     return FlatRange("", math.prod(whole), begin + first)
 
 
@@ -67,12 +67,12 @@ def beginning(piece: Sequence[int], whole: Sequence[int], offset: Sequence[int])
     return index
 
 
-def cut(piece: Sequence[int], offset: Sequence[int]) -> str:
+def piece_tag(piece: Sequence[int], offset: Sequence[int]) -> str:
     """Returns the tag that names a piece, such as "[of 0:4,3:6]"."""
     return "[of " + ",".join(f"{first}:{first + size}" for first, size in zip(offset, piece, strict=True)) + "]"
 
 
-def placed(
+def split_numbering_axes(
     key: str, prepended: int, whole: Sequence[int], offset: Sequence[int]
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Splits off the leading axes that only number tensors: returns name, whole shape and offset.

@@ -147,7 +147,7 @@ class RegionIndex:
         self._latest = list(accumulate(self._ends, max))  # running maximum: sorted, even if the ends are not
         self._below = [RegionIndex(below[run], dim + 1) for run in runs]
 
-    def touching(self, leaf: Leaf) -> list[int]:
+    def overlapping(self, leaf: Leaf) -> list[int]:
         """Returns the numbers of the pieces that share elements with a leaf, ascending."""
         return sorted(self._touching(leaf)) if math.prod(leaf.shape) else []
 

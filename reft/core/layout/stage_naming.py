@@ -65,7 +65,7 @@ class StageNaming:
         return name in self.repeated or not (self.is_global or name in self.ties)
 
 
-def candidates(stages: Mapping[int, StageNames], together: Collection[frozenset[int]] = ()) -> frozenset[str]:
+def tie_candidates(stages: Mapping[int, StageNames], together: Collection[frozenset[int]] = ()) -> frozenset[str]:
     """Returns the names that are ties if their bytes are equal.
 
     Args:
@@ -87,7 +87,7 @@ def candidates(stages: Mapping[int, StageNames], together: Collection[frozenset[
     )
 
 
-def naming(
+def name_stages(
     stages: Mapping[int, StageNames], possible: Collection[str], values: Mapping[int, Mapping[str, str]]
 ) -> StageNaming:
     """Decides how to name the leaves of these stages.

@@ -136,7 +136,7 @@ def leaves_of(patterns: Iterable[LeafPattern], cuts: Sequence[AxisCut]) -> list[
     return leaves
 
 
-def of(leaves: Iterable[Leaf]) -> SymbolicLayout:
+def symbolic_form(leaves: Iterable[Leaf]) -> SymbolicLayout:
     """Returns the symbolic form of a rank's leaves."""
     axes: dict[tuple[int, AxisCut], int] = {}
     patterns = [_pattern(leaf, axes) for leaf in leaves]

@@ -277,11 +277,11 @@ class FailureDetector:
 
     # Which nodes to call
 
-    def watched(self) -> list[str]:
+    def watched_nodes(self) -> list[str]:
         """Returns the nodes that this node exchanges beats with."""
         return neighbours(self.own, self._ring)
 
-    def passers(self) -> list[str]:
+    def news_targets(self) -> list[str]:
         """Returns the nodes that this node sends news to at once."""
         return gossip_targets(self.own, self._ring)
 
@@ -323,12 +323,12 @@ class FailureDetector:
         """Handles a beat of a node's agent; returns the changes."""
         self.members[node].agent.heard(now_s)
         if agent is AgentPhase.FAILED:
-            return self.told(NodeReport(node, Signal.UNHEALTHY, "its agent says that a worker failed."), now_s)
+            return self.take_report(NodeReport(node, Signal.UNHEALTHY, "its agent says that a worker failed."), now_s)
         if agent is AgentPhase.FINISHED:
-            return self.told(NodeReport(node, Signal.COMPLETED, "its training has ended."), now_s)
+            return self.take_report(NodeReport(node, Signal.COMPLETED, "its training has ended."), now_s)
         return []
 
-    def told(self, report: NodeReport, now_s: float) -> list[SignalChange]:
+    def take_report(self, report: NodeReport, now_s: float) -> list[SignalChange]:
         """Takes over a final report of a node, from any source; returns the changes."""
         if report.node not in self.members or not report.signal.is_final:
             return []
@@ -350,7 +350,7 @@ class FailureDetector:
             if report.node == node:
                 self.members[node].word = report
             if not is_given_up or report.node in (node, self.own):
-                changes += self.told(report, now_s)
+                changes += self.take_report(report, now_s)
         for other, age_s in heard_s.items():
             each = self.members.get(other)
             if each is not None and now_s - age_s > (each.others_s or 0.0):
@@ -363,7 +363,7 @@ class FailureDetector:
         Called before the daemon's sign of life is noted. This node may have been cut off.
         Connections come back one by one, so the silence of the others counts from now on.
         """
-        watched = self.watched()
+        watched = self.watched_nodes()
         if node in watched and all(self._is_silent(each, now_s) for each in watched):
             self._silence_from_s = now_s
 
@@ -381,7 +381,7 @@ class FailureDetector:
         if late_s > LATE_S:
             self._silence_from_s = now_s
         changes = self._set_signal(self.own, word.signal, word.kind, word.reason, now_s)
-        watched = self.watched()
+        watched = self.watched_nodes()
         for node in watched:
             if self._is_silent(node, now_s):
                 is_alone = len(watched) > 1 and not self._is_outlived(node, watched)
@@ -497,7 +497,7 @@ class FailureDetector:
     def heard_s(self, now_s: float) -> dict[str, float]:
         """Returns the seconds since this daemon heard each neighbour; without those never heard."""
         ages_s = {}
-        for node in self.watched():
+        for node in self.watched_nodes():
             each = self.members[node]
             if each.was_heard:
                 ages_s[node] = now_s - each.daemon_s

@@ -120,7 +120,7 @@ class PacingPlan:
     guard_s: float
 
     @cached_property
-    def rooms(self) -> list[int]:
+    def gap_capacities(self) -> list[int]:
         """Returns for each phase the bytes that fit into it if it is a gap, else 0."""
         return [
             int(max(0.0, each.seconds - self.guard_s) * self.bytes_per_s) if each.tier is Tier.GAP else 0
@@ -128,21 +128,21 @@ class PacingPlan:
         ]
 
     @cached_property
-    def rooms_from(self) -> list[int]:
+    def gap_capacities_from(self) -> list[int]:
         """Returns the bytes that fit into the gaps from each phase on; a 0 follows for the end."""
-        return [*accumulate(reversed(self.rooms), initial=0)][::-1]
+        return [*accumulate(reversed(self.gap_capacities), initial=0)][::-1]
 
-    def longest(self, nbytes: int) -> list[int]:
+    def longest_gaps(self, nbytes: int) -> list[int]:
         """Returns bytes to copy in each gap: the longest gaps first, until they hold enough.
 
         Enough is `nbytes` times GAP_MARGIN. Phases that are not used get 0.
         """
-        gap_bytes, bytes_wanted = [0] * len(self.rooms), nbytes * GAP_MARGIN
-        for index in sorted(range(len(self.rooms)), key=lambda index: -self.rooms[index]):
+        gap_bytes, bytes_wanted = [0] * len(self.gap_capacities), nbytes * GAP_MARGIN
+        for index in sorted(range(len(self.gap_capacities)), key=lambda index: -self.gap_capacities[index]):
             if bytes_wanted <= 0:
                 break
-            gap_bytes[index] = self.rooms[index]
-            bytes_wanted -= self.rooms[index]
+            gap_bytes[index] = self.gap_capacities[index]
+            bytes_wanted -= self.gap_capacities[index]
         return gap_bytes
 
     @cached_property
@@ -171,7 +171,7 @@ class PacingPlan:
             index: number of the phase.
             left: bytes that are left to copy.
         """
-        owed = max(0.0, left - self.rooms_from[index + 1])
+        owed = max(0.0, left - self.gap_capacities_from[index + 1])
         if self.phases[index].tier is Tier.COLLECTIVE:
             owed = max(0.0, owed - self._seconds_from[Tier.COMPUTE][index] * self.beside_bytes_per_s)
         return owed
@@ -200,9 +200,9 @@ class PacedCopy:
         self._planned_bytes: list[int] = []  # bytes meant for each phase
         self._planned_bytes_from: list[int] = []  # bytes meant for all phases from each one on
         if pacing_plan is not None:
-            self._planned_bytes = pacing_plan.longest(self._bytes_left)
+            self._planned_bytes = pacing_plan.longest_gaps(self._bytes_left)
             self._planned_bytes_from = [*accumulate(reversed(self._planned_bytes), initial=0)][::-1]
-            self._parity_bytes_after_step = max(0, sum(weights[parity:]) - pacing_plan.rooms_from[0])
+            self._parity_bytes_after_step = max(0, sum(weights[parity:]) - pacing_plan.gap_capacities_from[0])
         self._index, self._tier = 0, Tier.COMPUTE
         self._window_began_s = self._phase_began_s = 0.0
         self._bytes_left_at_entry = self._bytes_left
@@ -240,7 +240,7 @@ class PacedCopy:
         self._parity.clear()
 
     @property
-    def wanted(self) -> frozenset[Priority]:
+    def wanted_priorities(self) -> frozenset[Priority]:
         """Returns the priorities of threads that may get a task in this phase."""
         if self._is_unpaced or self._pacing_plan is None:
             return frozenset({Priority.ALL, Priority.BUSY})
@@ -309,7 +309,7 @@ class PacedCopy:
         """
         assert self._pacing_plan is not None
         is_behind = self._bytes_left > self._planned_bytes_from[self._index + 1]
-        return self._planned_bytes[self._index] > 0 or (is_behind and self._pacing_plan.rooms[self._index] > 0)
+        return self._planned_bytes[self._index] > 0 or (is_behind and self._pacing_plan.gap_capacities[self._index] > 0)
 
     def _allowance(self, now_s: float) -> float:
         """Returns the bytes that may be copied in this phase until now, beside training."""

@@ -220,7 +220,7 @@ class Inventory:
         """Returns the nodes that have this name or failure domain; empty if there are none."""
         return [name for ident, name in self.names.items() if unit in (name, self.nodes[ident].domain)]
 
-    def absent(self, here: Collection[str]) -> list[str]:
+    def absent_nodes(self, here: Collection[str]) -> list[str]:
         """Returns the ids of nodes of any manifest that are not in `here` and did not answer.
 
         Such nodes may still hold slots or capsules.

@@ -58,11 +58,11 @@ def histories(
 
     def may_outrank(decision: Decision, other: Decision) -> bool:
         other_epoch = newest_epoch(other)
-        return other_epoch is None or other_epoch == newest_epoch(decision) or decision.ends(other_epoch)
+        return other_epoch is None or other_epoch == newest_epoch(decision) or decision.supersedes(other_epoch)
 
     decisions = set(remembered.values())
     carried_out = {each for each in decisions if not is_torn(each)} or decisions
-    newest = [each for each in carried_out if not any(other.ends(each.epoch) for other in carried_out)]
+    newest = [each for each in carried_out if not any(other.supersedes(each.epoch) for other in carried_out)]
     leading = [each for each in newest if all(may_outrank(each, other) for other in newest)]
     return sorted(leading, key=_order)[-1:] or sorted(newest, key=_order, reverse=True)
 

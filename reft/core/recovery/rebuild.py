@@ -110,7 +110,7 @@ def stripes(placement: Placement, have: Collection[int], lost: Collection[int]) 
         lane_layout = placement.lanes[lane]
         rank = lane_layout.members[lane_layout.member_of(stripe, shard)]
         if rank not in offsets:
-            blocks = placement.part(rank).blocks
+            blocks = placement.rank_placement(rank).blocks
             offsets[rank] = {(block.lane, block.stripe, block.shard): block.offset for block in blocks}
         return StripeShard(shard, rank, offsets[rank][lane, stripe, shard])
 
@@ -156,7 +156,7 @@ def costs(placement: Placement, have: Collection[int], lost: Collection[int]) ->
     return [by_cell[cell] for cell in sorted(by_cell)]
 
 
-def bands(placement: Placement, stripe: StripeRebuild, limit: int = SLICE_BYTES) -> Iterator[RebuildSlice]:
+def slices(placement: Placement, stripe: StripeRebuild, limit: int = SLICE_BYTES) -> Iterator[RebuildSlice]:
     """Cuts a stripe into slices whose registers take at most `limit` bytes.
 
     A slice is never narrower than RANGE_UNIT.

@@ -289,7 +289,7 @@ def describe(shortfall: Shortfall, placement: Placement | None, nodes: Mapping[i
         return [f"{shortfall.version}: no daemon that answers knows how its bytes were placed."]
     lines = [f"{shortfall.version}: no sealed slot of {_ranks(shortfall.ranks)}{_on(shortfall.ranks, nodes)}."]
     if shortfall.lanes:
-        lines.append(cells_lost(placement, shortfall.lanes, shortfall.ranks))
+        lines.append(describe_lost_cells(placement, shortfall.lanes, shortfall.ranks))
     without = sorted(set(shortfall.bare) - set(shortfall.unreplicated))
     if without:
         lines.append(f"No capsule of {_ranks(without)} is left.")
@@ -298,7 +298,7 @@ def describe(shortfall: Shortfall, placement: Placement | None, nodes: Mapping[i
     return lines
 
 
-def cells_lost(placement: Placement, lanes: Sequence[int], ranks: Collection[int]) -> str:
+def describe_lost_cells(placement: Placement, lanes: Sequence[int], ranks: Collection[int]) -> str:
     """Returns a sentence on the cells that can't be decoded without the slots of these ranks."""
     cells = sorted({placement.lanes[lane].cell for lane in lanes})
     first, lane = placement.division.cells[cells[0]], placement.lanes[lanes[0]]

@@ -107,7 +107,7 @@ class LostShardSlice:
         end: column behind the last.
         inputs: for each of read.shards: the old rank whose slot has it, and its offset there.
         rebuilder: new rank.
-        parcels: messages with the decoded bytes.
+        messages: messages with the decoded bytes.
     """
 
     owner: int
@@ -118,12 +118,12 @@ class LostShardSlice:
     end: int
     inputs: tuple[tuple[int, int], ...]
     rebuilder: int
-    parcels: tuple[TransferMessage, ...]
+    messages: tuple[TransferMessage, ...]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Returns the slice as byte ranges of the shard, ascending."""
-        return bands(self.lane, self.begin, self.end)
+        return column_ranges(self.lane, self.begin, self.end)
 
 
 class SourceExtent(NamedTuple):
@@ -143,7 +143,7 @@ def _any_rank(rank: int) -> bool:
     return True
 
 
-def bands(lane: Lane, begin: int, end: int) -> list[tuple[int, int]]:
+def column_ranges(lane: Lane, begin: int, end: int) -> list[tuple[int, int]]:
     """Returns columns begin..end of every packet of a shard, as byte ranges of the shard."""
     if (begin, end) == (0, lane.packet_bytes):
         return [(0, lane.shard_bytes)]  # whole packets in sequence form one range
@@ -194,7 +194,7 @@ class _Wanted:
     def of(cls, needs: Iterable[PieceTransfer]) -> _Wanted:
         by_source: dict[PieceSource, dict[int, dict[Any, list[PieceTransfer]]]] = {where: {} for where in PieceSource}
         for need in needs:
-            where, owner, offset = need.seat
+            where, owner, offset = need.location
             key = need.piece.name if where is PieceSource.CAPSULE else offset
             by_source[where].setdefault(owner, {}).setdefault(key, []).append(need)
         cells, unreplicated, inline = (
@@ -269,7 +269,7 @@ class ReshardPlan:
 
         That is not so if other slots have copies of all its cell data.
         """
-        part = self.placement.part(owner)
+        part = self.placement.rank_placement(owner)
         lanes = [self.placement.lanes[block.lane] for block in part.blocks[: part.data_blocks]]
         return owner not in self.reader_of and any(lane.code.k > 1 for lane in lanes)
 
@@ -280,7 +280,7 @@ class ReshardPlan:
     # Slots at hand
 
     def _slot(self, owner: int, wanted: _Wanted) -> Iterator[tuple[int, TransferMessage]]:
-        part = self.placement.part(owner)
+        part = self.placement.rank_placement(owner)
         blocks = [self._block(block, self._takes(block, owner), wanted) for block in part.blocks[: part.data_blocks]]
         unreplicated = (
             SourceExtent(at, at + needs[0].piece.nbytes, 0, needs, _any_rank)
@@ -374,7 +374,7 @@ class ReshardPlan:
         """Yields the slices of a lost slot's data shards; none if all of them have copies."""
         if not self.is_rebuilt(owner):
             return
-        part = self.placement.part(owner)
+        part = self.placement.rank_placement(owner)
         blocks = part.blocks[: part.data_blocks]
         for block in blocks:
             lane, read = self.placement.lanes[block.lane], self._read(block)
@@ -385,7 +385,7 @@ class ReshardPlan:
             for begin in range(0, lane.packet_bytes, width):
                 end = min(begin + width, lane.packet_bytes)
                 shard_slice = LostShardSlice(owner, block, lane, read, begin, end, inputs, self.keeper_of[owner], ())
-                yield replace(shard_slice, parcels=tuple(self._decoded(shard_slice, wanted)))
+                yield replace(shard_slice, messages=tuple(self._decoded(shard_slice, wanted)))
 
     def _decoded(self, shard_slice: LostShardSlice, wanted: _Wanted) -> Iterator[TransferMessage]:
         """Yields the messages with the needed bytes of a slice."""
@@ -415,5 +415,7 @@ class ReshardPlan:
         lane = self.placement.lanes[block.lane]
         old = lane.members[lane.member_of(block.stripe, shard)]
         if old not in self._block_offsets:
-            self._block_offsets[old] = {(b.lane, b.stripe, b.shard): b.offset for b in self.placement.part(old).blocks}
+            self._block_offsets[old] = {
+                (b.lane, b.stripe, b.shard): b.offset for b in self.placement.rank_placement(old).blocks
+            }
         return old, self._block_offsets[old][block.lane, block.stripe, shard]

@@ -81,7 +81,7 @@ class TensorPiece:
     """
 
     leaf: Leaf
-    seats: tuple[PieceLocation, ...]
+    locations: tuple[PieceLocation, ...]
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class PieceTransfer:
 
     Attributes:
         piece: the old leaf.
-        seat: the place that the bytes are taken from.
+        location: the place that the bytes are taken from.
         leaf: the new leaf.
         copy: which bytes of the piece, and where they go in the leaf.
         receivers: new ranks, ascending.
     """
 
     piece: Leaf
-    seat: PieceLocation
+    location: PieceLocation
     leaf: Leaf
     copy: RegionCopy
     receivers: tuple[int, ...]
@@ -191,7 +191,7 @@ def _own_pieces(
     missing = own.missing
     unreplicated = placement.division.unreplicated[digest]
     if unreplicated.leaves:
-        begin = placement.part(rank).unreplicated_offset
+        begin = placement.rank_placement(rank).unreplicated_offset
         for leaf, offset in zip(unreplicated.leaves, unreplicated.offsets, strict=True):
             if leaf.name not in missing:
                 yield leaf, PieceLocation(PieceSource.SLOT, rank, begin + offset)
@@ -289,14 +289,14 @@ class _Tensor:
         if problem:
             done.problems.append(f"{self.name}: {problem}")
             return
-        if any(len(piece.seats) > 1 for piece in pieces):
+        if any(len(piece.locations) > 1 for piece in pieces):
             done.own.append(self.name)
         bytes_taken = [0] * len(pieces)
         for leaf, copies in zip(takers, fits[key].copies, strict=True):
             ranks = sorted(self.takers[leaf])
             for index, copy in copies:
                 bytes_taken[index] += copy.nbytes
-                for seat, receivers in _by_location(pieces[index].seats, ranks):
+                for seat, receivers in _by_location(pieces[index].locations, ranks):
                     done.needs.append(PieceTransfer(pieces[index].leaf, seat, leaf, copy, receivers))
             missing = leaf.nbytes - sum(copy.nbytes for _, copy in copies)
             if missing:
@@ -319,7 +319,7 @@ class _Tensor:
         kinds = {(leaf.dtype, leaf.global_shape): leaf for leaf in (*held, *wanted)}
         if len(kinds) > 1:
             return f"the old job held {_whole(held[0])}, the new job has {_whole(wanted[-1])}"
-        if self.is_mismatched and any(len(piece.seats) > 1 for piece in self.pieces):
+        if self.is_mismatched and any(len(piece.locations) > 1 for piece in self.pieces):
             return "the old ranks held different bytes of it, so another shape can't tell which are right"
         return ""
 
@@ -351,7 +351,9 @@ def _distinct(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:
     A piece in a cell is preferred, then the piece of the lowest rank.
     """
     boxes: dict[object, TensorPiece] = {}
-    for piece in sorted(pieces, key=lambda piece: (piece.seats[0].where is not PieceSource.CELL, piece.seats[0].owner)):
+    for piece in sorted(
+        pieces, key=lambda piece: (piece.locations[0].where is not PieceSource.CELL, piece.locations[0].owner)
+    ):
         boxes.setdefault((piece.leaf.global_offset, piece.leaf.shape), piece)
     return list(boxes.values())
 
@@ -380,10 +382,10 @@ class _Fit(NamedTuple):
         # the search for overlaps where many pieces lie in one place.
         count, whole = sum(math.prod(leaf.shape) for leaf in pieces), math.prod(pieces[0].global_shape)
         index = RegionIndex(dict(enumerate(pieces)))
-        if count > whole or any(len(index.touching(leaf)) > 1 for leaf in pieces):
+        if count > whole or any(len(index.overlapping(leaf)) > 1 for leaf in pieces):
             return cls(True, [])
         copies: list[list[tuple[int, RegionCopy]]] = []
         for leaf in takers:
-            overlaps = [(i, overlap(pieces[i], leaf)) for i in index.touching(leaf)] if leaf.nbytes else []
+            overlaps = [(i, overlap(pieces[i], leaf)) for i in index.overlapping(leaf)] if leaf.nbytes else []
             copies.append([(i, copy) for i, copy in overlaps if copy is not None])
         return cls(False, copies)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from reft.core.coding.placement import Exposure, Lane, Placement, exposed
+from reft.core.coding.placement import Exposure, Lane, Placement, exposures
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan, plan
@@ -131,7 +131,7 @@ def protection(
             return candidates[-1]
     if candidates:
         return candidates[0]
-    return Protection(None, groups(newest), meant(newest), -1, (), False, len(domains), exposed(newest)), None
+    return Protection(None, groups(newest), meant(newest), -1, (), False, len(domains), exposures(newest)), None
 
 
 def _protection_of(version: Version, placement: Placement, loss_analysis: LossAnalysis) -> Protection:
@@ -139,7 +139,7 @@ def _protection_of(version: Version, placement: Placement, loss_analysis: LossAn
     pairs, domains = loss_analysis.pairs(), loss_analysis.each_domain()
     return Protection(
         version, groups(placement), meant(placement), loss_analysis.tolerated(), fatal, pairs.survives,
-        len(loss_analysis.all_nodes), exposed(placement),
+        len(loss_analysis.all_nodes), exposures(placement),
         tuple(pair for pair in pairs.fatal if not set(pair) & set(fatal)) if pairs.is_listed else None,
         len(domains), tuple(unit_loss.unit for unit_loss in domains if not unit_loss.survives),
     )  # fmt: skip

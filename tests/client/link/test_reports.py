@@ -19,7 +19,7 @@ from reft.wire.local_socket import FrameReader, frame
 from reft.wire.messages import PROTOCOL, report_from
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
-from tests.support.saying import SEALED, VOID, says
+from tests.support.saying import SEALED, VOID, report_of
 
 EPOCH = Epoch(1, b"e" * 16)
 
@@ -84,19 +84,19 @@ def whole(reporter) -> int:
 
 def test_each_report_covers_all_undecided_steps(reporter, played):
     reporter.answer(1, SEALED)
-    assert played.next() == says({1: SEALED})
+    assert played.next() == report_of({1: SEALED})
     reporter.answer(2, VOID)
-    assert played.next() == says({1: SEALED, 2: VOID})
+    assert played.next() == report_of({1: SEALED, 2: VOID})
     reporter.answer(4, SEALED)
-    assert played.next() == says({1: SEALED, 4: SEALED}), "what is not named is void"
+    assert played.next() == report_of({1: SEALED, 4: SEALED}), "what is not named is void"
     played.say(3, whole=1, until=4, open=[4])
     until(lambda: whole(reporter) == 1)
     reporter.answer(5, VOID)
-    assert played.next() == says({4: SEALED, 5: VOID}, since=1)
-    assert reporter._delays.in_vain is None
+    assert played.next() == report_of({4: SEALED, 5: VOID}, since=1)
+    assert reporter._delays.last_void is None
     played.say(whole=1, until=5)
     until(lambda: reporter.voids(Version(EPOCH, 4)))
-    assert reporter._delays.in_vain == 5 and not reporter.voids(Version(EPOCH, 1))
+    assert reporter._delays.last_void == 5 and not reporter.voids(Version(EPOCH, 1))
     assert not reporter.voids(Version(Epoch(2, b"o" * 16), 4))
 
 
@@ -107,7 +107,7 @@ def test_a_later_reply_does_not_undo_a_decision(reporter, played):
     played.say(2, whole=1, until=2)
     until(lambda: whole(reporter) == 1)
     reporter.answer(3, SEALED)
-    assert played.next() == says({3: SEALED}, since=1)
+    assert played.next() == report_of({3: SEALED}, since=1)
     played.say(whole=-1, until=2, open=[1, 2])
     until(lambda: reporter._unanswered == 0)
     assert whole(reporter) == 1 and reporter.voids(Version(EPOCH, 2))
@@ -116,9 +116,9 @@ def test_a_later_reply_does_not_undo_a_decision(reporter, played):
 def test_a_step_older_than_the_last_report_stays_void(reporter, played):
     """The report of a newer step made the step void; a later report must not call it sealed."""
     reporter.answer(5, VOID)
-    assert played.next() == says({5: VOID})
+    assert played.next() == report_of({5: VOID})
     reporter.answer(4, SEALED)
-    assert played.next() == says({5: VOID})
+    assert played.next() == report_of({5: VOID})
 
 
 def test_unanswered_reports_are_limited_and_the_next_reply_triggers_the_held_back_one(reporter, played):
@@ -155,7 +155,7 @@ def test_sealed_steps_are_reported_after_a_long_absence_of_the_daemon(tmp_path):
         reporter.answer(step, SEALED if step in (3, 5) else VOID)
     daemon = Played(tmp_path / "local")
     reporter.answer(200, VOID)
-    assert daemon.next() == says({3: SEALED, 5: SEALED, 200: VOID})
+    assert daemon.next() == report_of({3: SEALED, 5: SEALED, 200: VOID})
     reporter.close()
     daemon.end()
     daemon.listening.close()
@@ -258,7 +258,7 @@ def test_wait_reports_to_a_restarted_daemon(reporter, played):
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(reporter.wait, 1, 20)
         played.end()
-        assert played.next() == says({1: SEALED})
+        assert played.next() == report_of({1: SEALED})
         played.say(whole=1)
         assert waiting.result()
 

@@ -13,7 +13,7 @@ from reft.client.attach import run as attach_module
 from reft.client.memory import prefault as pages_module
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.memory.prefault import BLOCK_BYTES
-from reft.client.restore.materialize import live_tensors, room_for
+from reft.client.restore.materialize import live_tensors, missing_state_buffer
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf
 from tests.scenarios.test_state_kinds import state_bytes, step_once, train
@@ -57,7 +57,7 @@ def buffers(monkeypatch):
         made.append(attach_module_room_for(*arguments))
         return made[-1]
 
-    attach_module_room_for = attach_module.room_for
+    attach_module_room_for = attach_module.missing_state_buffer
     monkeypatch.setattr(attach_module, "room_for", record)
     return made
 
@@ -97,7 +97,7 @@ def test_no_thread_writes_zeros_into_memory_that_was_handed_out(monkeypatch, fai
         ended.set()
 
     monkeypatch.setattr(pages_module, "_make", slow)
-    buffer = room_for(leaves, tracked, before)
+    buffer = missing_state_buffer(leaves, tracked, before)
     assert began.wait(10)
     if fails_in:
         monkeypatch.setattr(TrackedObjects, fails_in, lambda *_: 1 / 0)

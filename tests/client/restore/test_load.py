@@ -16,7 +16,7 @@ from reft.client.restore.restore import Restore
 from reft.core.coding.placement import Placement
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
-from reft.core.layout.cells import RIDERS_MAX
+from reft.core.layout.cells import INLINE_BYTES_MAX
 from reft.core.layout.layout import Layout
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
 from reft.errors import FormatError, LayoutChanged, RestoreError
@@ -209,7 +209,7 @@ def test_without_digests_a_lost_slot_is_loaded_without_comparison():
 def test_wrong_parity_is_detected_by_the_rank_that_lost_its_slot():
     """The parity's digest is right, so its reader cannot notice."""
     job = Job(3, "aec", 1)
-    slot, part = job.slots[0], job.placement.part(0)
+    slot, part = job.slots[0], job.placement.rank_placement(0)
     slot.data[part.parity_offset] ^= 1
     slot.digests[:] = make_digests(slot)
     results = job.load((2,))
@@ -275,13 +275,13 @@ def test_the_parity_of_a_slice_fits_its_buffer():
     """The parity of a slice must fit for any number of packets; EVENODD has many."""
     job = Job(5, "aec", 2)
     load_plan = LoadPlan(job.placement, frozenset({2, 3, 4}), {2: 2, 3: 3, 4: 4}, SMALL)
-    slices = [stripe_slice for stripe_slice in load_plan.groups(0) if stripe_slice.is_coded]
+    slices = [stripe_slice for stripe_slice in load_plan.slices(0) if stripe_slice.has_lost_shards]
     lanes = job.placement.lanes
     assert slices
     for stripe_slice in slices:
         parity = len(stripe_slice.read.lost) * lanes[stripe_slice.lane].code.w * (stripe_slice.end - stripe_slice.begin)
         assert 0 < parity <= SMALL.group
-        assert all(range_.end - range_.begin <= SMALL.piece for range_ in stripe_slice.pieces)
+        assert all(range_.end - range_.begin <= SMALL.piece for range_ in stripe_slice.ranges)
 
 
 def test_bytes_under_way_stay_within_the_window():
@@ -314,7 +314,7 @@ def test_bytes_under_way_stay_within_the_window():
 
 
 def unreplicated_of(placement: Placement, rank: int) -> Layout:
-    part = placement.part(rank)
+    part = placement.rank_placement(rank)
     offsets = tuple(part.unreplicated_offset + offset for offset in part.unreplicated.offsets)
     return Layout(part.unreplicated.leaves, offsets, part.data_bytes)
 
@@ -322,13 +322,17 @@ def unreplicated_of(placement: Placement, rank: int) -> Layout:
 @pytest.mark.parametrize("run_bytes", [1, 32 << 20])
 @pytest.mark.parametrize("world", [1, 2])
 def test_unreplicated_leaves_are_loaded_from_the_ranks_own_slot(world, run_bytes):
-    states = [{f"own{rank}.{n}": t for n, t in mixed(30).items() if t.nbytes > RIDERS_MAX} for rank in range(world)]
+    states = [
+        {f"own{rank}.{n}": t for n, t in mixed(30).items() if t.nbytes > INLINE_BYTES_MAX} for rank in range(world)
+    ]
     job = Job(world, "aec", 1, ranks=states)
     for rank in range(world):
         unreplicated = unreplicated_of(job.placement, rank)
         assert load_unreplicated(job.slots[rank], unreplicated, job.live[rank], lambda _: None, run_bytes)
-        assert alike(job.live[rank], states[rank], [leaf.name for leaf in job.placement.part(rank).unreplicated.leaves])
-        job.slots[rank].data[job.placement.part(rank).unreplicated_offset + 3] ^= 1
+        assert alike(
+            job.live[rank], states[rank], [leaf.name for leaf in job.placement.rank_placement(rank).unreplicated.leaves]
+        )
+        job.slots[rank].data[job.placement.rank_placement(rank).unreplicated_offset + 3] ^= 1
         assert not load_unreplicated(job.slots[rank], unreplicated, job.live[rank], lambda _: None, run_bytes)
 
 

@@ -59,7 +59,7 @@ class Move:
         """Returns whether the state is complete without these ranks' slots."""
         have = np.ones(self.old.world, np.bool_)
         have[list(ranks)] = False
-        has_unreplicated = any(self.placement.part(rank).unreplicated.leaves for rank in ranks)
+        has_unreplicated = any(self.placement.rank_placement(rank).unreplicated.leaves for rank in ranks)
         return not has_unreplicated and not undecodable(lanes_alike(self.placement.lanes), have)
 
     def load(self, lost: Collection[int] = (), nodes: Mapping[str, Sequence[int]] | None = None, sizes: TransferSizes = SMALL,
@@ -99,7 +99,7 @@ class Move:
         return on_all(self.new.world, one)
 
     def verifier(self, old: int) -> ChunkVerifier:
-        slot, part = self.slots[old], self.placement.part(old)
+        slot, part = self.slots[old], self.placement.rank_placement(old)
         end = max((block.offset + block.nbytes for block in part.blocks[: part.data_blocks]), default=0)
         return ChunkVerifier(slot.digests[: slot.chunks].copy(), CHUNK, end)
 
@@ -204,7 +204,7 @@ def test_a_bad_chunk_is_reported_by_its_reader_and_no_rank_hangs():
 
 def test_a_bad_chunk_of_the_parity_for_a_lost_slot_is_reported():
     move = shrunk()
-    part = move.placement.part(3)
+    part = move.placement.rank_placement(3)
     move.slots[3].data[part.parity_offset] ^= 1
     results = move.load((0,))
     assert 3 in [old for damaged, _ in results for old in damaged]
@@ -213,7 +213,7 @@ def test_a_bad_chunk_of_the_parity_for_a_lost_slot_is_reported():
 def test_a_wrong_decode_is_detected():
     """The parity is wrong and its digest is right, so its reader cannot notice."""
     move = shrunk()
-    slot, part = move.slots[3], move.placement.part(3)
+    slot, part = move.slots[3], move.placement.rank_placement(3)
     slot.data[part.parity_offset] ^= 1
     for index in slot.bad_chunks():
         slot.digests[index] = chunk_digest(slot.chunk(index))

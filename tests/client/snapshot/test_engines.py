@@ -123,7 +123,7 @@ def gathered(placement: Placement, lane_number: int, slots: dict[int, np.ndarray
     shards = {
         (block.stripe, block.shard): slots[rank][block.offset : block.offset + block.nbytes]
         for rank in slots
-        for block in placement.part(rank).blocks
+        for block in placement.rank_placement(rank).blocks
         if block.lane == lane_number
     }
     whole = np.zeros((lane.D, k, lane.shard_bytes), np.uint8)
@@ -153,7 +153,7 @@ def assert_any_survivors_have_it_all(placement: Placement, slots: dict[int, np.n
 
 def live_bytes(placement: Placement, rank: int, tensors: dict[str, torch.Tensor]) -> int:
     """Counts live bytes, unreplicated leaves and parity of a rank, without a save plan."""
-    part, total = placement.part(rank), 0
+    part, total = placement.rank_placement(rank), 0
     for block in part.blocks[: part.data_blocks]:
         lane = placement.lanes[block.lane]
         cell = placement.division.cells[lane.cell]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.client.link import rank_group as exchange_module
-from reft.client.link.rank_group import BROADCAST_BYTES, spoken_alone
+from reft.client.link.rank_group import BROADCAST_BYTES, broadcast_ranks
 from reft.client.snapshot.replica_check import find_mismatched, mismatched_names, value_digests
 from reft.client.state.extract.dtensor import Region
 from reft.client.state.tensors import TensorIndex
@@ -135,13 +135,13 @@ def test_constants_are_marked_whatever_their_type_and_order():
     ],
 )
 def test_long_messages_are_broadcast_where_padding_would_cost_more(widths, alone):
-    assert spoken_alone(widths) == alone
+    assert broadcast_ranks(widths) == alone
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 1 << 24), max_size=40))
 def test_broadcasts_never_move_more_bytes_than_padding(widths):
-    alone = spoken_alone(widths)
+    alone = broadcast_ranks(widths)
     rest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
     moved = sum(widths[rank] for rank in alone) + len(widths) * rest
     assert moved <= len(widths) * max(widths, default=0) and alone == sorted(set(alone))

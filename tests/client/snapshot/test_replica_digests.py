@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from reft.client.restore.remote_slots import RemoteSlots
-from reft.client.snapshot.replica_check import WINDOW_BYTES, are_mismatched, compared, compared_before, digest, samples
+from reft.client.snapshot.replica_check import (
+    WINDOW_BYTES,
+    are_mismatched,
+    capsule_digests,
+    digest,
+    earlier_digests,
+    samples,
+)
 from reft.client.snapshot.save_plan import CellRuns, WriteItem
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import RecoveryPlan
@@ -58,12 +65,12 @@ def test_a_small_cell_is_always_compared_as_a_whole():
 
 
 def test_capsules_with_different_cell_digests_are_found():
-    one, other, third = (compared(capsule.decode(capsule.encode({"step": 3, "compared": cells}))) for cells in (
+    one, other, third = (capsule_digests(capsule.decode(capsule.encode({"step": 3, "compared": cells}))) for cells in (
         {0: 1 << 63, 5: 7}, {0: 1 << 63}, {5: 8},
     ))  # fmt: skip
     assert not are_mismatched([one, other, one]) and not are_mismatched([other, third])
     assert are_mismatched([one, other, third])
-    assert not are_mismatched([one, compared({})]), "an older capsule has no digests"
+    assert not are_mismatched([one, capsule_digests({})]), "an older capsule has no digests"
 
 
 def test_capsules_of_earlier_steps_are_compared_too():
@@ -83,6 +90,6 @@ def test_capsules_of_earlier_steps_are_compared_too():
 
     versions = [Version(Epoch(1, b"e" * 16), step) for step in range(3)]
     plan = RecoveryPlan(None, earlier={0: tuple((each, "n0") for each in versions), 1: ((versions[2], "n1"),)})
-    samples = [compared_before(Daemons().earlier(plan, rank)) for rank in range(3)]
+    samples = [earlier_digests(Daemons().earlier(plan, rank)) for rank in range(3)]
     assert samples == [[[1, 7, 0], [2, 7, 0]], [[2, 7, 1]], []]
     assert are_mismatched(samples) and not are_mismatched([samples[0][:1], samples[1]]), "steps are not mixed up"

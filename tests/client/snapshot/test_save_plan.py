@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reft.client.snapshot.save_plan import UNIT, ParityTiling, SavePlan, plan_save
 from reft.client.state.tensors import TensorIndex
 from reft.core.coding.placement import Placement, place
-from reft.core.layout.cells import RIDERS_MAX, divide
+from reft.core.layout.cells import INLINE_BYTES_MAX, divide
 from reft.core.layout.layout import Leaf, pack
 from reft.errors import ConfigError
 from reft.wire.messages import places_from, table_from
@@ -168,7 +168,9 @@ def test_a_leaf_of_another_kind_than_predicted_is_unplanned_and_its_cell_has_zer
 def test_inline_leaves_larger_than_predicted_are_unplanned():
     small = [leaf(f"r{i}", 10, staged=True) for i in range(3)]
     placement = placed(small, 2, 1)
-    plan = save_plan(placement, 0, [leaf("r0", RIDERS_MAX + 1, True), leaf("r1", RIDERS_MAX - 10, True), small[2]])
+    plan = save_plan(
+        placement, 0, [leaf("r0", INLINE_BYTES_MAX + 1, True), leaf("r1", INLINE_BYTES_MAX - 10, True), small[2]]
+    )
     assert [plan.leaves[i].name for i in plan.inline_leaves] == ["r1", "r2"] and plan.unplanned == ("r0",)
 
 

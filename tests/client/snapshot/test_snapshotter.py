@@ -88,7 +88,7 @@ class Rank:
         self.copy_engine, self.reporter = CpuCopyEngine([]), FakeReporter()
         self.snapshots = Snapshotter(
             self.tracked, HostState(self.tracked, state or {}), self.copy_engine, self.reporter, Failpoints(), 0, NEW, base,
-            FakeSlots(3, self.placement.part(0).data_bytes).slots, None, self.placement, 0,
+            FakeSlots(3, self.placement.rank_placement(0).data_bytes).slots, None, self.placement, 0,
         )  # fmt: skip
 
     def step(self) -> None:

@@ -25,7 +25,7 @@ from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.parameters import NamedParameter
 from reft.client.state.tensors import TensorIndex, leaf_of
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.core.coding.placement import exposed, place
+from reft.core.coding.placement import exposures, place
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
 from reft.errors import UnsupportedState
@@ -198,7 +198,7 @@ def placement_on(mesh, placements, domains):
 
 
 def test_shards_of_fsdp_have_one_holder_and_are_reported_as_exposed():
-    (exposure,) = exposed(placement_on((4,), [Shard(0)], ["a", "b", "c", "d"]))
+    (exposure,) = exposures(placement_on((4,), [Shard(0)], ["a", "b", "c", "d"]))
     assert exposure.reason == "kept" and exposure.ranks == (0, 1, 2, 3) and exposure.nbytes == 3 * 1024 * 64 * 4
     assert (
         exposure.what
@@ -209,8 +209,8 @@ def test_shards_of_fsdp_have_one_holder_and_are_reported_as_exposed():
 def test_shards_of_hsdp_on_separate_nodes_are_protected():
     placement = placement_on((2, 2), [Replicate(), Shard(0)], ["a", "a", "b", "b"])
     assert [cell.holders for cell in placement.division.cells] == [(0, 1, 2, 3), (0, 2), (1, 3)]
-    assert exposed(placement) == ()
-    assert exposed(placement_on((2, 2), [Shard(0), Replicate()], ["a", "a", "b", "b"]))[0].reason == "one domain"
+    assert exposures(placement) == ()
+    assert exposures(placement_on((2, 2), [Shard(0), Replicate()], ["a", "a", "b", "b"]))[0].reason == "one domain"
 
 
 def test_strides_of_size_1_dimensions_are_ignored_but_created_state_has_them():

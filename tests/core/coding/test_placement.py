@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.core.coding.placement import WIDTH_MAX, Placement, capsule_holders, exposed, holders_among, place, ranges
+from reft.core.coding.placement import WIDTH_MAX, Placement, capsule_holders, exposures, holders_among, place, ranges
 from reft.core.layout.cells import Cell, Division, divide
 from reft.core.layout.layout import SMALL_BYTES, Layout, Leaf, pack
 
@@ -243,7 +243,7 @@ def test_ranks_of_a_node_share_its_portion():
     assert [lane.members for lane in lanes] == [(0, 1, 3), (0, 2, 4), (0, 1, 5)]
     one = placed(1000, [4])
     assert [lane.members for lane in one.lanes] == [(0,), (1,), (2,), (3,)]
-    assert sum(block.nbytes for rank in range(4) for block in one.part(rank).blocks) == 1000
+    assert sum(block.nbytes for rank in range(4) for block in one.rank_placement(rank).blocks) == 1000
     # A cell with fewer cache lines than ranks has fewer lanes.
     assert [(lane.begin, lane.nbytes) for lane in placed(70, [4, 4]).lanes] == [(0, 64), (64, 6)]
 
@@ -285,8 +285,8 @@ def test_bad_arguments_are_named(changes, message):
 
 
 def reasons(placement: Placement) -> list[tuple[str, tuple[int, ...], int]]:
-    assert all(str(each.nbytes) in each.what and each.what.endswith(".") for each in exposed(placement))
-    return [(each.reason, each.ranks, each.nbytes) for each in exposed(placement)]
+    assert all(str(each.nbytes) in each.what and each.what.endswith(".") for each in exposures(placement))
+    return [(each.reason, each.ranks, each.nbytes) for each in exposures(placement)]
 
 
 def test_exposed_state_is_reported_with_its_reason():
@@ -295,7 +295,7 @@ def test_exposed_state_is_reported_with_its_reason():
     assert reasons(placed(500, [1, 1], tolerate=2)) == [("few domains", (0, 1), 500)]
     assert reasons(placed(500, [1, 1], scheme="none")) == [("settings", (0, 1), 500)]
     assert reasons(placed(500, [2], tolerate=0)) == [("settings", (0, 1), 500)]
-    [entry] = exposed(placed(500, [1, 1, 1], tolerate=9))
+    [entry] = exposures(placed(500, [1, 1, 1], tolerate=9))
     assert entry.what == "500 B survive 2 lost domains and not 9: their holders lie in 3 domains."
 
 
@@ -303,9 +303,9 @@ def test_unreplicated_leaves_are_exposed_and_inline_leaves_are_not():
     large = SMALL_BYTES + 10
     layouts = [pack([leaf("w", 64), leaf("small", 7, staged=True), leaf(f"big{rank}", large)]) for rank in (0, 1)]
     division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
-    [entry] = exposed(place(division, [0, 1], "auto", None, CHUNK))
+    [entry] = exposures(place(division, [0, 1], "auto", None, CHUNK))
     assert (entry.reason, entry.ranks, entry.nbytes) == ("kept", (0, 1), 2 * large)
-    part = place(division, [0, 1], "auto", None, CHUNK).part(0)
+    part = place(division, [0, 1], "auto", None, CHUNK).rank_placement(0)
     assert [each.name for each in part.unreplicated.leaves] == ["big0"] and part.unreplicated.offsets == (0,)
 
 
@@ -383,6 +383,6 @@ def test_thousands_of_ranks():
     placement = place(division, [rank // 8 for rank in range(16384)], "auto", 2, 64 << 10)
     assert len(division.cells) == 128 * 64
     assert Counter(lane.D for lane in placement.lanes).keys() == {128, 256}
-    part = placement.part(12345)
+    part = placement.rank_placement(12345)
     assert len(division.cells_of[layout_of[12345]]) == 127
     assert part.data_bytes == part.unreplicated_offset == -(-part.data_bytes // CHUNK) * CHUNK > 0

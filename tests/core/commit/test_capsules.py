@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from reft.core.commit.capsules import CapsuleAcks, surplus
+from reft.core.commit.capsules import CapsuleAcks, capsules_to_drop
 from reft.core.commit.decision import Decision, counts
 from reft.core.commit.round import UNDECIDED_MAX, Outcome, StepReport
 from reft.core.commit.version import Epoch, Version
-from tests.support.saying import SEALED, VOID, says
+from tests.support.saying import SEALED, VOID, report_of
 
 NOW, BEFORE, OTHER = Epoch(2, b"n" * 16), Epoch(1, b"b" * 16), Epoch(1, b"o" * 16)
 
@@ -24,58 +24,58 @@ def pending(*steps: int, until: int | None = None) -> StepReport:
 
 def test_without_holders_every_answer_counts_at_once():
     capsule_acks = CapsuleAcks(())
-    assert capsule_acks.hear_rank(0, says({1: SEALED, 2: VOID})) == says({1: SEALED, 2: VOID})
+    assert capsule_acks.hear_rank(0, report_of({1: SEALED, 2: VOID})) == report_of({1: SEALED, 2: VOID})
     assert capsule_acks.owed(0) == []
 
 
 def test_sealed_counts_once_every_holder_has_it():
     capsule_acks = CapsuleAcks((4, 7))
-    assert capsule_acks.hear_rank(0, says({1: SEALED})) == pending(1)
+    assert capsule_acks.hear_rank(0, report_of({1: SEALED})) == pending(1)
     assert capsule_acks.owed(4) == capsule_acks.owed(7) == [(0, 1)]
     assert capsule_acks.acknowledge(7, [(0, 1)]) == {}
     assert capsule_acks.owed(7) == [] and capsule_acks.owed(4) == [(0, 1)]
-    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
-    assert capsule_acks.hear_rank(0, says({1: SEALED})) == says({1: SEALED})  # repeated, it still counts
+    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: report_of({1: SEALED})}
+    assert capsule_acks.hear_rank(0, report_of({1: SEALED})) == report_of({1: SEALED})  # repeated, it still counts
 
 
 def test_a_void_counts_at_once_without_a_capsule():
     capsule_acks = CapsuleAcks((4,))
-    assert capsule_acks.hear_rank(0, says({1: VOID})) == says({1: VOID})
-    assert capsule_acks.hear_rank(0, says({1: SEALED})) == says({1: VOID})
+    assert capsule_acks.hear_rank(0, report_of({1: VOID})) == report_of({1: VOID})
+    assert capsule_acks.hear_rank(0, report_of({1: SEALED})) == report_of({1: VOID})
     assert capsule_acks.owed(4) == []
 
 
 def test_the_first_answer_counts_before_acknowledgement():
     capsule_acks = CapsuleAcks((4,))
-    capsule_acks.hear_rank(0, says({1: SEALED}))
-    assert capsule_acks.hear_rank(0, says({1: VOID})) == pending(1)
-    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
+    capsule_acks.hear_rank(0, report_of({1: SEALED}))
+    assert capsule_acks.hear_rank(0, report_of({1: VOID})) == pending(1)
+    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: report_of({1: SEALED})}
 
 
 def test_late_repeated_and_foreign_acknowledgements_change_nothing():
     capsule_acks = CapsuleAcks((4, 7))
-    capsule_acks.hear_rank(0, says({1: SEALED}))
+    capsule_acks.hear_rank(0, report_of({1: SEALED}))
     assert capsule_acks.acknowledge(4, [(0, 1), (0, 9), (5, 1)]) == {}
     assert capsule_acks.acknowledge(4, [(0, 1)]) == capsule_acks.acknowledge(9, [(0, 1)]) == {}
     assert capsule_acks.owed(7) == [(0, 1)]
-    assert capsule_acks.acknowledge(7, [(0, 1)]) == {0: says({1: SEALED})}
+    assert capsule_acks.acknowledge(7, [(0, 1)]) == {0: report_of({1: SEALED})}
     assert capsule_acks.acknowledge(7, [(0, 1)]) == {}
 
 
 def test_capsules_of_decided_steps_are_not_owed():
     capsule_acks = CapsuleAcks((4,))
-    capsule_acks.hear_rank(0, says({1: SEALED, 2: SEALED, 3: SEALED, 4: SEALED}))
+    capsule_acks.hear_rank(0, report_of({1: SEALED, 2: SEALED, 3: SEALED, 4: SEALED}))
     capsule_acks.settle(Outcome(2, 4, frozenset({3})))
     assert capsule_acks.owed(4) == [(0, 3)]
-    assert capsule_acks.hear_rank(0, says({1: SEALED, 4: SEALED})) == StepReport(2, 4, pending=frozenset({3}))
+    assert capsule_acks.hear_rank(0, report_of({1: SEALED, 4: SEALED})) == StepReport(2, 4, pending=frozenset({3}))
     assert capsule_acks.owed(4) == [(0, 3)]
     assert capsule_acks.acknowledge(4, [(0, 2)]) == {}
 
 
 def test_digests_are_kept_as_long_as_the_answer():
     capsule_acks = CapsuleAcks((4,))
-    capsule_acks.hear_rank(0, says({1: SEALED, 2: SEALED}), {1: {7: 11}, 2: {7: 12}})
-    capsule_acks.hear_rank(0, says({1: SEALED}), {1: {7: 99}})  # the first answer counts
+    capsule_acks.hear_rank(0, report_of({1: SEALED, 2: SEALED}), {1: {7: 11}, 2: {7: 12}})
+    capsule_acks.hear_rank(0, report_of({1: SEALED}), {1: {7: 99}})  # the first answer counts
     assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: StepReport(-1, 2, frozenset({1}), frozenset({2}))}
     assert capsule_acks.digests_of(0)[1] == {7: 11} and not capsule_acks.digests_of(5)
     capsule_acks.settle(Outcome(1, 1))
@@ -85,31 +85,31 @@ def test_digests_are_kept_as_long_as_the_answer():
 def test_a_step_lost_from_the_slots_counts_only_if_sealed_again():
     """A restarted daemon lacks a memfd: the rank reports first, and returns the slot later."""
     capsule_acks = CapsuleAcks((4,))
-    capsule_acks.hear_rank(0, says({1: SEALED}))
+    capsule_acks.hear_rank(0, report_of({1: SEALED}))
     capsule_acks.forget(0, 1)
     capsule_acks.forget(3, 1)
     assert capsule_acks.owed(4) == [] and capsule_acks.acknowledge(4, [(0, 1)]) == {}
-    assert capsule_acks.hear_rank(0, says({2: VOID})) == pending(1, until=2), "not void, because a void is final"
+    assert capsule_acks.hear_rank(0, report_of({2: VOID})) == pending(1, until=2), "not void, because a void is final"
     assert capsule_acks.hear_rank(0, StepReport(sealed=frozenset({1}))) == pending(1, until=2)
     assert capsule_acks.owed(4) == [(0, 1)]
-    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED, 2: VOID})}
+    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: report_of({1: SEALED, 2: VOID})}
 
 
 def test_a_capsule_from_before_a_long_silence_counts_once_acknowledged():
     capsule_acks = CapsuleAcks((4,))
     for newest in range(10, 1000):
-        capsule_acks.hear_rank(0, says({1: SEALED, 7: SEALED, newest: VOID}), {1: {0: 11}, 7: {0: 22}})
+        capsule_acks.hear_rank(0, report_of({1: SEALED, 7: SEALED, newest: VOID}), {1: {0: 11}, 7: {0: 22}})
     assert [step for _, step in capsule_acks.owed(4)] == [1, 7]
-    assert capsule_acks.acknowledge(4, [(0, 1), (0, 7)]) == {0: says({1: SEALED, 7: SEALED, 999: VOID})}
+    assert capsule_acks.acknowledge(4, [(0, 1), (0, 7)]) == {0: report_of({1: SEALED, 7: SEALED, 999: VOID})}
     assert capsule_acks.digests_of(0) == {1: {0: 11}, 7: {0: 22}}
 
 
 def test_the_oldest_step_of_all_ranks_goes_first_and_the_list_is_bounded():
     capsule_acks = CapsuleAcks((4,))
-    capsule_acks.hear_rank(1, says({5: SEALED, 3: SEALED}))
-    capsule_acks.hear_rank(0, says({5: SEALED}))
+    capsule_acks.hear_rank(1, report_of({5: SEALED, 3: SEALED}))
+    capsule_acks.hear_rank(0, report_of({5: SEALED}))
     assert capsule_acks.owed(4) == [(1, 3), (0, 5), (1, 5)]
-    capsule_acks.hear_rank(0, says(dict.fromkeys(range(10, 90), SEALED)))
+    capsule_acks.hear_rank(0, report_of(dict.fromkeys(range(10, 90), SEALED)))
     assert len([pair for pair in capsule_acks.owed(4) if pair[0] == 0]) == UNDECIDED_MAX
 
 
@@ -149,36 +149,38 @@ def at(step: int, epoch: Epoch = NOW) -> Version:
 
 def test_a_holder_drops_versions_older_than_the_newest_whole_one():
     kept = [at(3), at(4), at(5), at(6)]
-    assert surplus(kept, Decision(NOW, None), Outcome()) == set()
-    assert surplus(kept, Decision(NOW, None), Outcome(5, 5)) == {at(3), at(4)}
-    assert surplus([at(7, BEFORE), at(0)], Decision(NOW, at(7, BEFORE)), Outcome(0, 0)) == {at(7, BEFORE)}
+    assert capsules_to_drop(kept, Decision(NOW, None), Outcome()) == set()
+    assert capsules_to_drop(kept, Decision(NOW, None), Outcome(5, 5)) == {at(3), at(4)}
+    assert capsules_to_drop([at(7, BEFORE), at(0)], Decision(NOW, at(7, BEFORE)), Outcome(0, 0)) == {at(7, BEFORE)}
 
 
 def test_a_holder_drops_void_versions():
-    assert surplus([at(3), at(4)], Decision(NOW, None), Outcome(-1, 4, frozenset({3}))) == {at(4)}
+    assert capsules_to_drop([at(3), at(4)], Decision(NOW, None), Outcome(-1, 4, frozenset({3}))) == {at(4)}
 
 
 def test_the_base_stays_until_a_version_of_the_new_epoch_is_whole():
     decision = Decision(NOW, at(8, BEFORE))
     kept = [at(7, BEFORE), at(8, BEFORE), at(9)]
-    assert surplus(kept, decision, Outcome()) == set()
-    assert surplus(kept, decision, Outcome(-1, 8)) == set()  # a void of this epoch, not of the epoch of the base
-    assert surplus(kept, decision, Outcome(9, 9)) == {at(7, BEFORE), at(8, BEFORE)}
+    assert capsules_to_drop(kept, decision, Outcome()) == set()
+    assert (
+        capsules_to_drop(kept, decision, Outcome(-1, 8)) == set()
+    )  # a void of this epoch, not of the epoch of the base
+    assert capsules_to_drop(kept, decision, Outcome(9, 9)) == {at(7, BEFORE), at(8, BEFORE)}
 
 
 def test_a_holder_drops_versions_of_superseded_histories():
     decision = Decision(NOW, at(8, BEFORE))
     kept = [at(9, BEFORE), at(8, OTHER), at(1, Epoch(3, b"l" * 16)), at(8, BEFORE), at(9)]
-    assert surplus(kept, decision, Outcome()) == set(kept[:3])
-    assert surplus(kept, Decision(NOW, None), Outcome()) == set(kept[:4])
+    assert capsules_to_drop(kept, decision, Outcome()) == set(kept[:3])
+    assert capsules_to_drop(kept, Decision(NOW, None), Outcome()) == set(kept[:4])
 
 
 def test_a_holder_limits_undecided_versions():
     base = at(50, BEFORE)
     kept = [base, *(at(step) for step in range(UNDECIDED_MAX + 3))]
-    assert surplus(kept, Decision(NOW, base), Outcome()) == {at(0), at(1), at(2)}
+    assert capsules_to_drop(kept, Decision(NOW, base), Outcome()) == {at(0), at(1), at(2)}
     whole = Outcome(1, 1)
-    assert surplus(kept, Decision(NOW, base), whole) == {base, at(0), at(2)}  # step 1 is whole, and stays
+    assert capsules_to_drop(kept, Decision(NOW, base), whole) == {base, at(0), at(2)}  # step 1 is whole, and stays
 
 
 def test_which_versions_count_under_a_decision():

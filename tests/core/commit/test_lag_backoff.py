@@ -56,10 +56,10 @@ def test_no_more_steps_are_left_out_than_needed(lag, slots):
 
 def test_the_longest_recent_or_current_delay_counts():
     delays = OutcomeDelays()
-    assert delays.worst(5, None) == 0 and delays.in_vain is None
-    delays.decided(3, 8, is_void=False)
-    assert delays.worst(9, None) == 5 and delays.in_vain is None
+    assert delays.longest(5, None) == 0 and delays.last_void is None
+    delays.note_decided(3, 8, is_void=False)
+    assert delays.longest(9, None) == 5 and delays.last_void is None
     for step in range(10, 10 + MEMORY):
-        delays.decided(step, step + 1, is_void=step == 10)
-        assert delays.in_vain == 11
-    assert delays.worst(20, None) == 1 and delays.worst(20, 18) == 2
+        delays.note_decided(step, step + 1, is_void=step == 10)
+        assert delays.last_void == 11
+    assert delays.longest(20, None) == 1 and delays.longest(20, 18) == 2

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from reft.core.commit import round as round_module
 from reft.core.commit.round import UNDECIDED_MAX, Outcome, Round, StepReport, children_of, parent_of
-from reft.core.commit.slots import Slot, SlotState, choose
+from reft.core.commit.slots import Slot, SlotState, choose_slot
 from reft.core.commit.version import Epoch, Version
-from tests.support.saying import SEALED, VOID, says, voids
+from tests.support.saying import SEALED, VOID, report_of, voids
 
 
 def coordinator(ranks: int = 2, nodes: int = 1) -> Round:
@@ -27,52 +27,52 @@ def coordinator(ranks: int = 2, nodes: int = 1) -> Round:
 
 def test_a_step_is_whole_when_every_rank_sealed_it():
     one = coordinator()
-    assert one.hear_rank(0, says({1: SEALED}))
+    assert one.hear_rank(0, report_of({1: SEALED}))
     assert one.outcome == Outcome(-1, 1, frozenset({1}))
-    assert one.hear_rank(1, says({1: SEALED}))
+    assert one.hear_rank(1, report_of({1: SEALED}))
     assert one.outcome == Outcome(1, 1)
 
 
 def test_a_later_seal_does_not_stand_for_an_earlier_one():
     one = coordinator()
-    one.hear_rank(0, says({1: SEALED}))
-    one.hear_rank(1, says({2: SEALED}))
+    one.hear_rank(0, report_of({1: SEALED}))
+    one.hear_rank(1, report_of({2: SEALED}))
     assert one.outcome == Outcome(-1, 2, frozenset({2})) and voids(one.outcome) == {0, 1}
 
 
 def test_a_void_is_announced_at_once_and_for_good():
     one = coordinator()
-    one.hear_rank(0, says({1: VOID}))
+    one.hear_rank(0, report_of({1: VOID}))
     assert one.outcome == Outcome(-1, 1)
-    one.hear_rank(0, says({1: SEALED}))
-    one.hear_rank(1, says({1: SEALED}))
+    one.hear_rank(0, report_of({1: SEALED}))
+    one.hear_rank(1, report_of({1: SEALED}))
     assert one.outcome == Outcome(-1, 1)
 
 
 def test_the_first_answer_counts():
     one = coordinator()
-    one.hear_rank(0, says({1: SEALED}))
-    assert not one.hear_rank(0, says({1: VOID}))
-    one.hear_rank(1, says({1: SEALED}))
+    one.hear_rank(0, report_of({1: SEALED}))
+    assert not one.hear_rank(0, report_of({1: VOID}))
+    one.hear_rank(1, report_of({1: SEALED}))
     assert one.outcome == Outcome(1, 1)
 
 
 def test_repeated_and_late_answers_change_nothing():
     one = coordinator()
     for rank in (0, 1):
-        one.hear_rank(rank, says({3: SEALED}))
+        one.hear_rank(rank, report_of({3: SEALED}))
     before = (one.outcome, one.report())
-    assert not one.hear_rank(0, says({3: SEALED}))
-    assert not one.hear_rank(1, says({1: VOID, 2: SEALED}))
+    assert not one.hear_rank(0, report_of({3: SEALED}))
+    assert not one.hear_rank(1, report_of({1: VOID, 2: SEALED}))
     assert not one.hear_rank(1, StepReport())
     assert (one.outcome, one.report()) == before
 
 
 def test_a_newer_whole_step_settles_all_older_ones():
     one = coordinator()
-    one.hear_rank(0, says({1: VOID, 2: SEALED, 3: VOID}))
+    one.hear_rank(0, report_of({1: VOID, 2: SEALED, 3: VOID}))
     assert one.outcome == Outcome(-1, 3, frozenset({2}))
-    one.hear_rank(1, says({2: SEALED}))
+    one.hear_rank(1, report_of({2: SEALED}))
     assert one.outcome == Outcome(2, 3)
     assert all(one.outcome.decides(step) for step in (1, 2, 3)) and not one.outcome.decides(4)
     assert voids(one.outcome) == {3}
@@ -81,9 +81,9 @@ def test_a_newer_whole_step_settles_all_older_ones():
 def test_a_step_that_is_pending_is_not_void():
     one = coordinator()
     one.hear_rank(0, StepReport(-1, 9, frozenset(), frozenset({4, 8})))
-    one.hear_rank(1, says({4: SEALED, 9: VOID}))
+    one.hear_rank(1, report_of({4: SEALED, 9: VOID}))
     assert one.outcome == Outcome(-1, 9, frozenset({4}))
-    assert one.hear_rank(0, says({4: SEALED, 9: VOID}))
+    assert one.hear_rank(0, report_of({4: SEALED, 9: VOID}))
     assert one.outcome == Outcome(4, 9)
 
 
@@ -95,32 +95,32 @@ def test_a_report_does_not_cover_steps_up_to_the_whole_one():
 def test_a_coordinator_accepts_a_whole_step_from_a_rank():
     """A restarted coordinator learns of a whole step only from ranks that its predecessor told."""
     one = coordinator()
-    one.hear_rank(1, says({8: SEALED}))
-    assert one.hear_rank(0, says({9: SEALED}, since=8))
+    one.hear_rank(1, report_of({8: SEALED}))
+    assert one.hear_rank(0, report_of({9: SEALED}, since=8))
     assert one.outcome == Outcome(8, 9, frozenset({9}))
 
 
 def test_a_whole_step_alone_is_news():
     """The ranks of a restarted coordinator have not heard of the whole step yet."""
     coordinator = Round(0, 2, frozenset({0}))
-    coordinator.hear_node(1, says({5: SEALED, 7: VOID}))
-    assert coordinator.hear_node(1, says({7: VOID}, since=5)) and coordinator.outcome.whole == 5
+    coordinator.hear_node(1, report_of({5: SEALED, 7: VOID}))
+    assert coordinator.hear_node(1, report_of({7: VOID}, since=5)) and coordinator.outcome.whole == 5
 
 
 def test_reports_of_foreign_ranks_and_nodes_are_refused():
     one = Round(0, 3, frozenset({0}))
     with pytest.raises(ValueError, match="rank 1 is not one of this node's ranks"):
-        one.hear_rank(1, says({1: SEALED}))
+        one.hear_rank(1, report_of({1: SEALED}))
     for child in (0, 3, -1):
         with pytest.raises(ValueError, match="does not report"):
-            one.hear_node(child, says({1: SEALED}))
+            one.hear_node(child, report_of({1: SEALED}))
 
 
 def test_a_node_reports_for_its_whole_subtree():
     leaf = Round(1, 2, frozenset({2, 3}))
-    leaf.hear_rank(2, says({1: SEALED, 2: SEALED, 5: SEALED, 6: VOID}))
+    leaf.hear_rank(2, report_of({1: SEALED, 2: SEALED, 5: SEALED, 6: VOID}))
     assert leaf.report() == StepReport(-1, 6, frozenset(), frozenset({1, 2, 5}))
-    leaf.hear_rank(3, says({2: SEALED, 3: VOID}))
+    leaf.hear_rank(3, report_of({2: SEALED, 3: VOID}))
     assert leaf.report() == StepReport(-1, 6, frozenset({2}), frozenset({5}))
     assert leaf.outcome == Outcome()  # only the coordinator decides
     assert leaf.has_news and leaf.is_open
@@ -132,9 +132,9 @@ def test_a_node_reports_for_its_whole_subtree():
 def test_a_void_of_a_step_that_is_open_above_is_news():
     """The coordinator knows a newer step from its own ranks; this one was reported pending."""
     leaf = Round(1, 2, frozenset({2, 3}))
-    leaf.hear_rank(2, says({10: SEALED, 15: VOID}))
+    leaf.hear_rank(2, report_of({10: SEALED, 15: VOID}))
     leaf.hear_outcome(Outcome(1, 15, frozenset({10})))
-    leaf.hear_rank(3, says({15: VOID}, since=1))
+    leaf.hear_rank(3, report_of({15: VOID}, since=1))
     assert leaf.report() == StepReport(1, 15) and leaf.has_news
     leaf.hear_outcome(Outcome(1, 15))
     assert not leaf.has_news
@@ -194,7 +194,7 @@ def test_the_first_answer_stays_and_open_steps_get_the_second(first, second):
 
 def test_undecided_steps_are_bounded():
     one = coordinator()
-    one.hear_rank(0, says(dict.fromkeys(range(10_000), SEALED)))
+    one.hear_rank(0, report_of(dict.fromkeys(range(10_000), SEALED)))
     assert one.report().pending == set(range(10_000 - UNDECIDED_MAX, 10_000)) == one.outcome.open
     one.hear_rank(
         0, StepReport(-1, 10_000 + UNDECIDED_MAX, frozenset(), frozenset(range(10_000, 10_000 + UNDECIDED_MAX)))
@@ -205,8 +205,8 @@ def test_undecided_steps_are_bounded():
 def test_ranks_that_sealed_other_steps_during_a_long_silence_get_their_slots_back():
     """Otherwise the ranks skip forever, because no step that they can still seal becomes whole."""
     one = coordinator()
-    one.hear_rank(0, says({470: SEALED, 523: SEALED, 1000: VOID}))
-    one.hear_rank(1, says({464: SEALED, 540: SEALED, 999: VOID}))
+    one.hear_rank(0, report_of({470: SEALED, 523: SEALED, 1000: VOID}))
+    one.hear_rank(1, report_of({464: SEALED, 540: SEALED, 999: VOID}))
     assert one.outcome == Outcome(-1, 1000)
 
 
@@ -239,17 +239,17 @@ class Rank:
             for i, held in enumerate(self.slots)
         ]
         void = [view.version for view in views if view.version and self.outcome.voids(view.version.step)]
-        chosen = None if fails else choose(views, known, void)
+        chosen = None if fails else choose_slot(views, known, void)
         sealed = self.said.sealed
         if chosen is not None:
             self.slots[chosen.index] = step
             self.sealed.add(step)
             sealed = sealed | {step}
-        self.said = StepReport(self.outcome.whole, step, sealed).without(self.outcome)
+        self.said = StepReport(self.outcome.whole, step, sealed).without_decided(self.outcome)
 
     def hear(self, outcome: Outcome) -> None:
-        self.outcome = self.outcome.then(outcome)
-        self.said = self.said.without(self.outcome)
+        self.outcome = self.outcome.merge(outcome)
+        self.said = self.said.without_decided(self.outcome)
 
 
 class Job:
@@ -447,8 +447,8 @@ def test_with_two_slots_no_rank_stays_blocked_after_a_coordinator_restart():
 
 def both_sealed(first: dict[int, int], second: dict[int, int]) -> Round:
     node = Round(0, 1, frozenset({0, 1}))
-    node.hear_rank(0, says({1: SEALED}), {1: first})
-    node.hear_rank(1, says({1: SEALED}), {1: second})
+    node.hear_rank(0, report_of({1: SEALED}), {1: first})
+    node.hear_rank(1, report_of({1: SEALED}), {1: second})
     return node
 
 
@@ -466,7 +466,7 @@ def test_after_a_difference_no_later_step_becomes_whole():
     """The window of the next step lies elsewhere and matches, but the difference is still there."""
     node = both_sealed({3: 7}, {3: 8})
     for rank in (0, 1):
-        node.hear_rank(rank, says({2: SEALED}), {2: {3: 1}})
+        node.hear_rank(rank, report_of({2: SEALED}), {2: {3: 1}})
     assert node.outcome == Outcome(-1, 2, mismatched=frozenset({3}))
 
 
@@ -476,8 +476,8 @@ def test_ranks_of_other_cells_are_not_compared():
 
 def test_replicas_on_two_nodes_are_compared_by_the_coordinator():
     above, below = Round(0, 2, frozenset({0})), Round(1, 2, frozenset({1}))
-    below.hear_rank(1, says({1: SEALED}), {1: {0: 5}})
-    above.hear_rank(0, says({1: SEALED}), {1: {0: 6}})
+    below.hear_rank(1, report_of({1: SEALED}), {1: {0: 5}})
+    above.hear_rank(0, report_of({1: SEALED}), {1: {0: 6}})
     assert above.hear_node(1, below.report(), below.digests(), below.outcome.mismatched)
     assert above.outcome.voids(1) and above.outcome.mismatched == {0}
     assert below.hear_outcome(above.outcome) and below.outcome.mismatched == {0}
@@ -486,8 +486,8 @@ def test_replicas_on_two_nodes_are_compared_by_the_coordinator():
 def test_a_difference_in_a_subtree_reaches_the_coordinator():
     above, below = Round(0, 2, frozenset({0})), Round(1, 2, frozenset({1, 2}))
     for rank in (1, 2):
-        below.hear_rank(rank, says({1: SEALED}), {1: {9: rank}})
-    assert below.report() == says({1: VOID}) and below.digests() == {}
+        below.hear_rank(rank, report_of({1: SEALED}), {1: {9: rank}})
+    assert below.report() == report_of({1: VOID}) and below.digests() == {}
     assert above.hear_node(1, below.report(), below.digests(), below.outcome.mismatched)
     assert above.outcome == Outcome(-1, 1, mismatched=frozenset({9}))
 
@@ -500,7 +500,7 @@ def test_a_difference_alone_is_news():
 
 def test_a_repeated_answer_is_not_compared_with_itself():
     node = Round(0, 1, frozenset({0, 1}))
-    node.hear_rank(0, says({1: SEALED}), {1: {0: 1}})
-    node.hear_rank(0, says({1: SEALED}), {1: {0: 2}})
-    node.hear_rank(1, says({1: SEALED}), {1: {0: 1}})
+    node.hear_rank(0, report_of({1: SEALED}), {1: {0: 1}})
+    node.hear_rank(0, report_of({1: SEALED}), {1: {0: 2}})
+    node.hear_rank(1, report_of({1: SEALED}), {1: {0: 1}})
     assert node.outcome == Outcome(1, 1)

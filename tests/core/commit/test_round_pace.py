@@ -2,7 +2,7 @@
 
 from reft.core.commit.round import Outcome, Round
 from reft.core.commit.snapshot_interval import LEAD, SnapshotInterval, is_due
-from tests.support.saying import SEALED, VOID, says, voids
+from tests.support.saying import SEALED, VOID, report_of, voids
 
 
 def test_the_largest_request_becomes_the_interval_once_a_step_is_whole():
@@ -11,17 +11,17 @@ def test_the_largest_request_becomes_the_interval_once_a_step_is_whole():
     below.hear_request(1, 7)
     assert below.requested_every == 0, "rank 2 has not requested anything"
     for rank in (1, 2):
-        below.hear_rank(rank, says({5: SEALED}))
-    above.hear_rank(0, says({5: SEALED}))
+        below.hear_rank(rank, report_of({5: SEALED}))
+    above.hear_rank(0, report_of({5: SEALED}))
     above.hear_node(1, below.report(), requested_every=below.requested_every)
     assert above.outcome == Outcome(5, 5), "whole, but one rank has no request yet"
     below.hear_request(2, 4)
     assert below.requested_every == 7
-    above.hear_rank(0, says({6: VOID}))
+    above.hear_rank(0, report_of({6: VOID}))
     assert above.outcome.interval == SnapshotInterval(), "a void step decides nothing"
-    above.hear_rank(0, says({7: SEALED}))
+    above.hear_rank(0, report_of({7: SEALED}))
     for rank in (1, 2):
-        below.hear_rank(rank, says({7: SEALED}))
+        below.hear_rank(rank, report_of({7: SEALED}))
     above.hear_node(1, below.report(), requested_every=below.requested_every)
     assert above.outcome == Outcome(7, 7, interval=SnapshotInterval(7 + LEAD, 7))
     assert below.hear_outcome(above.outcome) and below.outcome.interval == SnapshotInterval(7 + LEAD, 7)
@@ -45,9 +45,9 @@ def node_with_interval_4(ranks):
 def test_a_rank_that_missed_the_interval_loses_snapshots_but_no_slots():
     node = node_with_interval_4(2)
     for step in range(100, 130):
-        node.hear_rank(0, says({step: SEALED}))  # it still takes each step
+        node.hear_rank(0, report_of({step: SEALED}))  # it still takes each step
         if is_due(step, 4):
-            node.hear_rank(1, says({step: SEALED}))
+            node.hear_rank(1, report_of({step: SEALED}))
             assert node.outcome.whole == step
             late = [old for old in range(100, step) if not node.outcome.decides(old)]
             assert not late, "an undecided step would block a slot of rank 0 for good"
@@ -56,11 +56,11 @@ def test_a_rank_that_missed_the_interval_loses_snapshots_but_no_slots():
 def test_a_step_that_is_not_due_becomes_whole_if_all_ranks_take_it():
     """`seal` takes a step that is not due. All ranks call it before any rank continues."""
     node = node_with_interval_4(2)
-    node.hear_rank(0, says({103: SEALED}))
-    node.hear_rank(1, says({103: SEALED}))
+    node.hear_rank(0, report_of({103: SEALED}))
+    node.hear_rank(1, report_of({103: SEALED}))
     assert node.outcome.whole == 103
-    node.hear_rank(0, says({105: SEALED}))  # this rank stops waiting, and continues
-    node.hear_rank(0, says({105: SEALED, 108: SEALED}))
-    node.hear_rank(1, says({106: VOID}))
+    node.hear_rank(0, report_of({105: SEALED}))  # this rank stops waiting, and continues
+    node.hear_rank(0, report_of({105: SEALED, 108: SEALED}))
+    node.hear_rank(1, report_of({106: VOID}))
     assert node.outcome == Outcome(103, 108, frozenset({108}), interval=SnapshotInterval(100, 4))
     assert voids(node.outcome, range(100, 120)) == {104, 105, 106, 107}

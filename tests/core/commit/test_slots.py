@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.commit.slots import Slot, SlotState, choose, may_reuse
+from reft.core.commit.slots import Slot, SlotState, choose_slot, may_reuse
 from reft.core.commit.version import Epoch, Version
 
 ONE, TWO = Epoch(1, b"1" * 16), Epoch(2, b"2" * 16)
@@ -67,12 +67,12 @@ def test_the_choice_equals_a_naive_implementation(slots, whole, voids):
         if is_empty or is_superseded or is_void:
             allowed.append(each)
     allowed.sort(key=lambda each: (0, 0, 0) if each.version is None else (1, *each.version.order))
-    assert choose(slots, whole, voids) == (allowed[0] if allowed else None)
+    assert choose_slot(slots, whole, voids) == (allowed[0] if allowed else None)
 
 
 @given(SLOTS, VERSIONS)
 def test_the_newest_whole_version_is_never_chosen(slots, whole):
-    chosen = choose(slots, whole, ())
+    chosen = choose_slot(slots, whole, ())
     assert chosen is None or chosen.version != whole
 
 

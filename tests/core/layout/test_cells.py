@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.layout.cells import RIDERS_MAX, divide
+from reft.core.layout.cells import INLINE_BYTES_MAX, divide
 from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, Leaf, pack
 
 LARGE = SMALL_BYTES + 3
@@ -97,9 +97,9 @@ def test_inline_leaves_are_the_smallest_and_stay_within_their_limit():
     leaves = [leaf(name, SMALL_BYTES // 2) for name in names]
     assert own(job(leaves), 0) == (tuple(names), [])
     assert own(job([*leaves, leaf("one byte", 1)]), 0) == (("one byte", *names[:7]), ["r7"])
-    staged = leaf("staged", RIDERS_MAX, staged=True)
+    staged = leaf("staged", INLINE_BYTES_MAX, staged=True)
     assert own(job([staged, leaf("big", LARGE)]), 0) == (("staged",), ["big"])
-    assert own(job([leaf("staged", RIDERS_MAX + 1, staged=True), leaf("w")]), 0) == (("w",), ["staged"])
+    assert own(job([leaf("staged", INLINE_BYTES_MAX + 1, staged=True), leaf("w")]), 0) == (("w",), ["staged"])
 
 
 def test_a_missing_layout_is_refused():
@@ -110,7 +110,7 @@ def test_a_missing_layout_is_refused():
 
 POOL = st.lists(
     st.tuples(
-        st.one_of(st.integers(0, 300), st.integers(SMALL_BYTES - 2, SMALL_BYTES + 2), st.just(RIDERS_MAX)),
+        st.one_of(st.integers(0, 300), st.integers(SMALL_BYTES - 2, SMALL_BYTES + 2), st.just(INLINE_BYTES_MAX)),
         st.sampled_from(["bfloat16", "float8_e4m3fn", "int8", "bool", "float32"]),
         st.integers(0, 9).map(lambda roll: roll == 0),  # staged
         st.integers(0, 15),  # which kinds of rank have it
@@ -143,7 +143,7 @@ def test_each_leaf_of_each_rank_is_in_a_cell_or_inline_or_unreplicated(pool, kin
         names = [*inline_leaves, *kept, *(each.name for cell in cells for each in cell.leaves)]
         assert sorted(names) == sorted(each.name for each in layouts[kind].leaves)
         sizes = {each.name: each.nbytes for each in layouts[kind].leaves}
-        assert sum(sizes[name] for name in inline_leaves) <= RIDERS_MAX
+        assert sum(sizes[name] for name in inline_leaves) <= INLINE_BYTES_MAX
     for cell in division.cells:
         assert len(cell.holders) >= 2 and list(cell.holders) == sorted(set(cell.holders))
         assert not any(each.staged or each.name in ("leaf00", "leaf07") or not each.nbytes for each in cell.leaves)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from reft.core.layout.flat_ranges import flat_range, placed
+from reft.core.layout.flat_ranges import flat_range, split_numbering_axes
 
 WHOLES = [(), (1,), (6,), (2, 3), (3, 1), (1, 3), (4, 1, 2), (2, 3, 2), (1, 2, 3), (2, 1, 3)]
 
@@ -59,5 +59,9 @@ def test_runs_of_columns_name_their_piece():
 
 
 def test_axes_that_number_tensors_become_part_of_the_name():
-    assert placed("experts.w", 2, (4, 8, 6, 2), (1, 3, 3, 0)) == ("experts.w[1 of 4][3 of 8]", (6, 2), (3, 0))
-    assert placed("w", 0, (6, 2), (3, 0)) == ("w", (6, 2), (3, 0))
+    assert split_numbering_axes("experts.w", 2, (4, 8, 6, 2), (1, 3, 3, 0)) == (
+        "experts.w[1 of 4][3 of 8]",
+        (6, 2),
+        (3, 0),
+    )
+    assert split_numbering_axes("w", 0, (6, 2), (3, 0)) == ("w", (6, 2), (3, 0))

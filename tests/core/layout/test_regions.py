@@ -113,7 +113,7 @@ def test_the_index_finds_exactly_the_overlapping_pieces(seed):
         pieces = [random_piece(rng, whole, 4) for _ in range(rng.randint(0, 12))]
         wanted = random_piece(rng, whole, 4)
         touching = [i for i, piece in enumerate(pieces) if overlap(piece, wanted)]
-        assert RegionIndex(dict(enumerate(pieces))).touching(wanted) == touching
+        assert RegionIndex(dict(enumerate(pieces))).overlapping(wanted) == touching
     empty = leaf((6,), (6,), (0,), (0,), 4)
-    assert RegionIndex({0: empty}).touching(leaf((6,), (0,), (6,), (0,), 4)) == []
-    assert RegionIndex({0: leaf((6,), (0,), (6,), (0,), 4)}).touching(empty) == []
+    assert RegionIndex({0: empty}).overlapping(leaf((6,), (0,), (6,), (0,), 4)) == []
+    assert RegionIndex({0: leaf((6,), (0,), (6,), (0,), 4)}).overlapping(empty) == []

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.core.layout.stage_naming import CONSTANT, StageNames, StageNaming, candidates, naming
+from reft.core.layout.stage_naming import CONSTANT, StageNames, StageNaming, name_stages, tie_candidates
 
 W, V = "float32 [8, 8]", "float32 [4]"
 
 
 def named(stages: dict[int, StageNames], values=None, together=()) -> StageNaming:
     """Returns the naming. By default the bytes are equal and not constant."""
-    possible = candidates(stages, together)
-    return naming(
+    possible = tie_candidates(stages, together)
+    return name_stages(
         stages, possible, values or {i: {n: "x" for n in possible if n in s.parameters} for i, s in stages.items()}
     )
 
@@ -40,7 +40,7 @@ def test_tied_embeddings_are_one_leaf_and_leave_the_names_of_the_whole_model_alo
         1: stage("layers.1.weight"),
         2: stage("embed.weight", "norm.weight"),
     }
-    assert candidates(stages) == {"embed.weight"}
+    assert tie_candidates(stages) == {"embed.weight"}
     assert named(stages) == StageNaming(True, frozenset({"embed.weight"}))
 
 
@@ -50,7 +50,9 @@ def test_tied_embeddings_stay_one_leaf_if_stages_are_numbered():
         1: stage("layers.0.weight"),
         2: stage("embed.weight", "layers.0.weight"),
     }
-    assert candidates(stages) == frozenset(), "the last stage has nothing of its own, so it may be the first once more"
+    assert tie_candidates(stages) == frozenset(), (
+        "the last stage has nothing of its own, so it may be the first once more"
+    )
     stages[0], stages[2] = (
         stage("embed.weight", "layers.0.weight", "pos"),
         stage("embed.weight", "layers.0.weight", "head"),
@@ -101,10 +103,10 @@ def test_no_two_tensors_get_one_name_unless_they_are_a_tie(rows, digests, order)
     }
     shuffled = list(stages)
     order.shuffle(shuffled)
-    possible = candidates(stages)
+    possible = tie_candidates(stages)
     values = {i: {n: digests.get(n, "xxxx")[i] for n in possible & stages[i].parameters.keys()} for i in stages}
-    found = naming(stages, possible, values)
-    assert found == naming({i: stages[i] for i in shuffled}, possible, values)
+    found = name_stages(stages, possible, values)
+    assert found == name_stages({i: stages[i] for i in shuffled}, possible, values)
     owners: dict[object, list[int]] = {}
     for index, each in stages.items():
         for name in (*each.parameters, *each.buffers):

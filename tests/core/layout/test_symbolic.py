@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.core.layout.cells import RIDERS_MAX, divide
+from reft.core.layout.cells import INLINE_BYTES_MAX, divide
 from reft.core.layout.layout import SMALL_BYTES, Leaf, pack
-from reft.core.layout.symbolic import WHOLE, AxisCut, expand, of
+from reft.core.layout.symbolic import WHOLE, AxisCut, expand, symbolic_form
 
 U64 = st.integers(0, (1 << 64) - 1)
 NUMBERS = st.lists(U64, max_size=3).map(tuple)
@@ -55,8 +55,8 @@ def piece(
 @settings(deadline=None, max_examples=60)
 @given(WILD)
 def test_any_leaves_expand_to_themselves(leaves):
-    assert of(leaves).leaves() == leaves
-    assert expand(of(leaves)) == pack(leaves)
+    assert symbolic_form(leaves).leaves() == leaves
+    assert expand(symbolic_form(leaves)) == pack(leaves)
 
 
 def test_ranks_that_differ_in_their_pieces_only_share_a_table():
@@ -68,7 +68,7 @@ def test_ranks_that_differ_in_their_pieces_only_share_a_table():
             piece("w", (64, 96), 1, 16, i), piece("bias", (10,), 0, 16, i), piece("norm", (64,), -1, 1, 0),
         ]  # fmt: skip
 
-    forms = [of(rank(i)) for i in range(16)]
+    forms = [symbolic_form(rank(i)) for i in range(16)]
     assert len({form.table for form in forms}) == 1
     assert forms[0].table.axes == (1000, 96, 10)
     assert forms[3].cuts == (AxisCut(189, 63), AxisCut(18, 6), AxisCut(3, 1)) and forms[15].cuts[2] == AxisCut(10, 0)
@@ -84,7 +84,7 @@ def test_the_memory_order_is_preserved():
     by_columns = piece("w", (8, 6), 0, 2, 0)
     by_columns = replace(by_columns, stride=(1, 4))
     other = replace(by_columns, shape=(3, 6), stride=(1, 3), nbytes=72, global_offset=(4, 0))
-    forms = [of([by_columns]), of([other])]
+    forms = [symbolic_form([by_columns]), symbolic_form([other])]
     assert forms[0].table == forms[1].table and forms[0].table.patterns[0].order == (1, 0)
     assert [form.leaves() for form in forms] == [[by_columns], [other]]
 
@@ -92,13 +92,15 @@ def test_the_memory_order_is_preserved():
 def test_leaves_that_are_cut_alike_may_lie_in_another_order():
     by_rows = piece("v", (8, 8), 0, 2, 0)
     leaves = [by_rows, replace(by_rows, name="w", stride=(1, 4)), replace(by_rows, name="x")]
-    assert of(leaves).leaves() == leaves
+    assert symbolic_form(leaves).leaves() == leaves
 
 
 def test_equal_cuts_of_rows_and_columns_are_not_the_same_leaf():
     ranks = [[piece("w", (8, 8), dim, 2, 0), piece("norm", (8,), -1, 1, 0)] for dim in (0, 1)]
     digests = [pack(leaves).digest for leaves in ranks]
-    division = divide({digest: of(leaves) for digest, leaves in zip(digests, ranks, strict=True)}, digests, (), 0)
+    division = divide(
+        {digest: symbolic_form(leaves) for digest, leaves in zip(digests, ranks, strict=True)}, digests, (), 0
+    )
     assert [[leaf.name for leaf in cell.leaves] for cell in division.cells] == [["norm"]]
     assert [division.unreplicated[digest].leaves for digest in digests] == [(ranks[0][0],), (ranks[1][0],)]
 
@@ -108,7 +110,7 @@ def test_equal_cuts_of_rows_and_columns_are_not_the_same_leaf():
 )
 def test_leaves_without_a_pattern_are_stored_in_full(changes):
     odd = replace(piece("w", (8, 6), 0, 2, 1), **changes)
-    form = of([odd, piece("v", (8, 6), 0, 2, 1)])
+    form = symbolic_form([odd, piece("v", (8, 6), 0, 2, 1)])
     assert form.table.patterns[0].literal == odd and form.table.patterns[1].literal is None
     assert form.leaves()[0] == odd and form.table.axes == (8,), "a leaf that is written down makes no axes"
 
@@ -169,11 +171,11 @@ def by_leaves(ranks: list[list[Leaf]], mismatched: set[str]) -> tuple[dict[tuple
 
 
 @settings(deadline=None, max_examples=60)
-@given(MESHES, LEAVES, st.sampled_from([0, 100, RIDERS_MAX]))
+@given(MESHES, LEAVES, st.sampled_from([0, 100, INLINE_BYTES_MAX]))
 def test_the_division_equals_that_of_the_listed_leaves(mesh, rows, inline_bytes_max):
     ranks = ranks_of(mesh, rows)
     mismatched = {"leaf03"}
-    layouts = {pack(leaves).digest: of(leaves) for leaves in ranks}
+    layouts = {pack(leaves).digest: symbolic_form(leaves) for leaves in ranks}
     division = divide(layouts, [pack(leaves).digest for leaves in ranks], mismatched, inline_bytes_max)
     cells, own = by_leaves(ranks, mismatched)
     assert {cell.holders: {leaf.name for leaf in cell.leaves} for cell in division.cells} == cells
@@ -190,5 +192,5 @@ def test_a_mesh_needs_few_tables(mesh, tables):
     """Only ranks on the diagonal of a square mesh need another table: both runs are equal."""
     shapes = [(48, 48), (48, 7), (5,), (33, 4)]
     rows = [(shape, [0, 1, -1], "float32", False, 1, 1) for shape in shapes]
-    forms = [of(leaves) for leaves in ranks_of(mesh, rows)]
+    forms = [symbolic_form(leaves) for leaves in ranks_of(mesh, rows)]
     assert len({form.table for form in forms}) == tables

@@ -74,7 +74,7 @@ class Cluster:
 
     def passed_on(self, node: str, changes: Iterable) -> None:
         if any(change.after.is_final for change in changes):
-            for passer in self.lookouts[node].passers():
+            for passer in self.lookouts[node].news_targets():
                 self.beat(node, passer)
 
     def tick(self) -> None:
@@ -82,11 +82,11 @@ class Cluster:
         for node in self.nodes:
             if node not in self.daemon_down and self.due_s[node] <= self.now_s:
                 self.due_s[node] = self.now_s + BEAT_S
-                for other in self.lookouts[node].watched():
+                for other in self.lookouts[node].watched_nodes():
                     self.beat(node, other)
             if node not in self.agent_down and self.agent_due_s[node] <= self.now_s:
                 self.agent_due_s[node] = self.now_s + BEAT_S
-                for other in self.lookouts[node].watched():
+                for other in self.lookouts[node].watched_nodes():
                     if other not in self.daemon_down and self.reaches(node, other):
                         self.lookouts[other].agent_spoke(node, self.facts[node].agent, self.now_s)
         for node in self.nodes:
@@ -135,7 +135,7 @@ def test_final_reports_in_any_order_and_number_give_the_same_signal(judged, chan
         order = judged * 2
         chance.shuffle(order)
         for each in order:
-            detector.told(NodeReport("b", each), 1.0)
+            detector.take_report(NodeReport("b", each), 1.0)
         ends.add(detector.members["b"].signal)
     assert ends == {max(judged)}
 
@@ -145,7 +145,7 @@ def test_signals_that_are_not_final_are_never_passed_on():
     for signal in (Signal.JOINING, *WELL, Signal.SUSPECT):
         assert detector.spoke("b", [NodeReport("b", Signal.HEALTHY), NodeReport("c", signal)], {}, 1.0) == []
     assert detector.members["c"].signal is Signal.JOINING
-    assert detector.told(NodeReport("nobody", Signal.OFFLINE), 1.0) == []
+    assert detector.take_report(NodeReport("nobody", Signal.OFFLINE), 1.0) == []
 
 
 # Self reports
@@ -182,9 +182,9 @@ def test_a_nodes_self_report(facts, signal, text):
 def test_all_nodes_of_a_healthy_cluster_are_healthy(count):
     cluster = Cluster(count).run(5)
     for observer in cluster.nodes:
-        for node in {observer, *cluster.lookouts[observer].watched()}:
+        for node in {observer, *cluster.lookouts[observer].watched_nodes()}:
             assert cluster.seen(observer, node) is Signal.HEALTHY
-        assert len(cluster.lookouts[observer].watched()) == min(count - 1, 2 * REACH)
+        assert len(cluster.lookouts[observer].watched_nodes()) == min(count - 1, 2 * REACH)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
@@ -226,7 +226,7 @@ def test_silent_agents_never_make_a_node_offline():
 @pytest.mark.parametrize("count", [3, 5, 8])
 def test_a_broken_link_between_two_nodes_makes_no_node_offline(count):
     cluster = Cluster(count).run(3)
-    broken = cluster.lookouts["n0"].watched()[0]
+    broken = cluster.lookouts["n0"].watched_nodes()[0]
     cluster.cut.add(frozenset(("n0", broken)))
     cluster.run(30)
     assert not cluster.anywhere(Signal.OFFLINE)
@@ -254,7 +254,7 @@ def test_after_a_short_cut_no_other_node_is_lost(is_daemon, seed):
     cluster = Cluster(40, seed=seed).run(3 + seed / 7)
     cluster.isolate("n3")
     detector = cluster.lookouts["n3"]
-    first, other = detector.watched()[:2]
+    first, other = detector.watched_nodes()[:2]
     while cluster.kind("n3", other) != "alone":
         cluster.tick()
     for _ in range(5 if is_daemon else 30):
@@ -271,7 +271,7 @@ def test_after_a_short_cut_no_other_node_is_lost(is_daemon, seed):
 @pytest.mark.parametrize("count", [4, 40])
 def test_a_given_up_node_that_returns_makes_no_other_node_offline(count):
     cluster = Cluster(count).run(3)
-    mine = cluster.lookouts["n3"].watched()
+    mine = cluster.lookouts["n3"].watched_nodes()
     cluster.isolate("n3")
     cluster.run(CUT_OFF_S + 2)
     assert all(cluster.seen("n3", other) is Signal.OFFLINE for other in mine), "it had to assume so"
@@ -284,7 +284,7 @@ def test_a_given_up_node_that_returns_makes_no_other_node_offline(count):
 def test_news_of_distant_nodes_do_not_hide_silent_neighbours():
     names = [f"n{i}" for i in range(40)]
     detector = FailureDetector("n0", {node: node for node in names}, 0.0)
-    near = detector.watched()
+    near = detector.watched_nodes()
     far = next(node for node in names[1:] if node not in near)
     for node in near:
         detector.spoke(node, [NodeReport(node, Signal.HEALTHY)], {}, 0.1)
@@ -297,7 +297,7 @@ def test_news_of_distant_nodes_do_not_hide_silent_neighbours():
 
 def test_a_given_up_node_is_believed_only_about_itself_and_the_listener():
     detector = FailureDetector("a", {node: node for node in "abc"}, 0.0)
-    detector.told(NodeReport("b", Signal.OFFLINE), 1.0)
+    detector.take_report(NodeReport("b", Signal.OFFLINE), 1.0)
     detector.spoke(
         "b",
         [NodeReport("b", Signal.COMPLETED), NodeReport("c", Signal.OFFLINE), NodeReport("a", Signal.OFFLINE)],

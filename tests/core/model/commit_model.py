@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from reft.core.coding.placement import Placement, place
 from reft.core.commit.decision import Decision
-from reft.core.commit.slots import Slot, SlotState, choose
+from reft.core.commit.slots import Slot, SlotState, choose_slot
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
@@ -103,7 +103,7 @@ def begun(slots: tuple[Kept, ...], epoch: int, whole: tuple[int, int] | None, vo
         for i, kept in idle
     ]
     known = Version(EPOCHS[whole[0]], whole[1]) if whole else None
-    chosen = choose(views, known, frozenset(Version(EPOCHS[epoch], step) for step in steps_of(voids)))
+    chosen = choose_slot(views, known, frozenset(Version(EPOCHS[epoch], step) for step in steps_of(voids)))
     return None if chosen is None else chosen.index
 
 

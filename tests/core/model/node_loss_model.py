@@ -207,7 +207,7 @@ def kept_on(copies: tuple[Pair, ...], decision: tuple[int, Pair | None], whole: 
     versions = {version_of((*pair, SEALED)): pair for pair in copies}
     still = frozenset(step for step in range(whole + 1, voids.bit_length()) if not voids >> step & 1)
     outcome = Outcome(whole if whole else -1, voids.bit_length() - 1, still)
-    gone = capsules.surplus(set(versions), decision_of(decision), outcome)
+    gone = capsules.capsules_to_drop(set(versions), decision_of(decision), outcome)
     return tuple(sorted(pair for version, pair in versions.items() if version not in gone))
 
 

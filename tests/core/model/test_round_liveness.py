@@ -17,7 +17,7 @@ import pytest
 from reft.core.commit import lag_backoff as spacing_module
 from reft.core.commit.lag_backoff import OutcomeDelays, backoff_interval
 from reft.core.commit.round import Outcome, Round, StepReport
-from reft.core.commit.slots import Slot, SlotState, choose
+from reft.core.commit.slots import Slot, SlotState, choose_slot
 from reft.core.commit.version import Epoch, Version
 
 EPOCH = Epoch(1, b"e" * 16)
@@ -36,8 +36,8 @@ class Rank:
         self.waits: int | None = None
 
     def is_in_turn(self, step: int) -> bool:
-        passed = None if self.delays.in_vain is None else step - self.delays.in_vain
-        delay = self.delays.worst(step, min(self.sealed, default=None))
+        passed = None if self.delays.last_void is None else step - self.delays.last_void
+        delay = self.delays.longest(step, min(self.sealed, default=None))
         return step % backoff_interval(step - max(self.outcome.whole, 0), passed, delay, len(self.slots)) == 0
 
     def begin(self, step: int) -> int | None:
@@ -45,7 +45,7 @@ class Rank:
         whole = Version(EPOCH, self.outcome.whole) if self.outcome.whole >= 0 else None
         idle = [slot for slot in self.slots if slot.index not in self.busy]
         void = [slot.version for slot in idle if slot.version and self.outcome.voids(slot.version.step)]
-        chosen = choose(idle, whole, void)
+        chosen = choose_slot(idle, whole, void)
         if chosen is None:
             return None
         self.slots[chosen.index] = Slot(chosen.index, SlotState.SEALED, Version(EPOCH, step))
@@ -59,10 +59,10 @@ class Rank:
         return StepReport(self.outcome.whole, self.until, frozenset(self.sealed))
 
     def hear(self, outcome: Outcome) -> None:
-        self.outcome = self.outcome.then(outcome)
+        self.outcome = self.outcome.merge(outcome)
         for step in [step for step in self.sealed if self.outcome.decides(step)]:
             self.sealed.discard(step)
-            self.delays.decided(step, self.until, self.outcome.voids(step))
+            self.delays.note_decided(step, self.until, self.outcome.voids(step))
 
 
 class Training:

@@ -119,20 +119,20 @@ def test_the_fence_makes_all_tasks_due():
 def test_idle_threads_copy_in_gaps_and_busy_threads_elsewhere():
     paced_copy = PacedCopy(pacing_plan((COMPUTE, 4), (GAP, 2), (COMPUTE, 1)), [1] * 5, 5)
     paced_copy.begin(0.0)
-    assert paced_copy.wanted == {ALL, BUSY}
+    assert paced_copy.wanted_priorities == {ALL, BUSY}
     assert paced_copy.take(4.0, IDLE) is None and paced_copy.take(4.0, BUSY) == (0, COMPUTE)
     paced_copy.enter(4.0, 1, GAP)
-    assert paced_copy.wanted == {ALL, IDLE}
+    assert paced_copy.wanted_priorities == {ALL, IDLE}
     assert paced_copy.take(4.0, BUSY) is None and paced_copy.take(4.0, IDLE) == (1, GAP)
     paced_copy.lift(FENCE)
-    assert paced_copy.wanted == {ALL, BUSY}
+    assert paced_copy.wanted_priorities == {ALL, BUSY}
     assert paced_copy.take(4.0, IDLE) is None and paced_copy.take(4.0, BUSY) == (2, FENCE)
 
 
 def test_no_thread_is_wanted_beside_training_if_the_gaps_hold_all_tasks():
     paced_copy = PacedCopy(pacing_plan((COMPUTE, 1), (GAP, 5), (COMPUTE, 1)), [1] * 5, 5)
     paced_copy.begin(0.0)
-    assert paced_copy.wanted == frozenset()
+    assert paced_copy.wanted_priorities == frozenset()
 
 
 def test_only_the_longest_gaps_are_used_if_they_hold_all_tasks():
@@ -144,7 +144,7 @@ def test_only_the_longest_gaps_are_used_if_they_hold_all_tasks():
     assert [phase for _, _, phase in walked(plan, [1] * 15)] == [1] * 2 + [3] * 9 + [5] * 4
     paced_copy = PacedCopy(plan, [1] * 7, 7)
     paced_copy.enter(1.0, 1, GAP)
-    assert paced_copy.wanted == frozenset(), "the short one"
+    assert paced_copy.wanted_priorities == frozenset(), "the short one"
 
 
 def test_short_gaps_are_used_after_a_long_gap_was_too_short():
@@ -154,7 +154,7 @@ def test_short_gaps_are_used_after_a_long_gap_was_too_short():
     assert ask(paced_copy, 1.0) == (0, GAP)
     paced_copy.enter(2.0, 2, COMPUTE)
     paced_copy.enter(3.0, 3, GAP)
-    assert paced_copy.wanted == {ALL, IDLE} and ask(paced_copy, 3.0) == (1, GAP)
+    assert paced_copy.wanted_priorities == {ALL, IDLE} and ask(paced_copy, 3.0) == (1, GAP)
 
 
 def test_an_abandoned_copy_has_no_tasks():
@@ -196,7 +196,7 @@ def test_each_task_is_taken_once_and_parity_only_in_gaps_or_after_the_step(found
     for task, tier, phase in done:
         assert tier is (FENCE if phase < 0 else plan.phases[phase].tier)
         assert task < first or tier in (GAP, FENCE) or phase == 0
-        assert tier is not GAP or plan.rooms[phase] > 0
+        assert tier is not GAP or plan.gap_capacities[phase] > 0
 
 
 def test_expected_phases_need_two_windows_of_one_kind_and_survive_an_odd_one():

@@ -55,7 +55,7 @@ def test_a_job_with_two_histories_is_refused_with_the_steps_of_each():
 
 def test_silent_nodes_are_absent_unless_they_take_part():
     inventory = Inventory({"b": report("b", CARRIED)}, {CARRIED.epoch: facts("bc"), BASE.epoch: facts("abd")})
-    assert inventory.absent({"d"}) == ["a", "c"] and inventory.absent(set()) == ["a", "c", "d"]
+    assert inventory.absent_nodes({"d"}) == ["a", "c"] and inventory.absent_nodes(set()) == ["a", "c", "d"]
 
 
 def test_two_nodes_of_one_name_get_different_names():

@@ -13,7 +13,7 @@ from reft.core.coding.erasure import encode_program, run
 from reft.core.coding.placement import Lane, Placement, place
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.rebuild import RANGE_UNIT, ShardRebuilder, bands, costs, lane_at, stripes
+from reft.core.recovery.rebuild import RANGE_UNIT, ShardRebuilder, costs, lane_at, slices, stripes
 
 
 def placed(D: int, f: int, nbytes: int, scheme: str = "aec", each: int = 1) -> Placement:
@@ -27,7 +27,7 @@ def slots_of(placement: Placement, seed: int = 0) -> dict[int, np.ndarray]:
     cells = [np.random.default_rng(seed).integers(0, 256, cell.nbytes, np.uint8) for cell in placement.division.cells]
     slots = {}
     for rank in range(len(placement.domains)):
-        part = placement.part(rank)
+        part = placement.rank_placement(rank)
         slots[rank] = np.zeros(part.data_bytes, np.uint8)
         for block in part.blocks:
             lane = placement.lanes[block.lane]
@@ -54,7 +54,7 @@ def made(
     maker = ShardRebuilder(placement)
     for stripe in stripes(placement, have, lost):
         lane = placement.lanes[stripe.lane]
-        for band in bands(placement, stripe, limit):
+        for band in slices(placement, stripe, limit):
             assert band.end - band.begin <= max(limit // (lane.code.w * (lane.code.k + 1)), RANGE_UNIT)
 
             def columns(data: np.ndarray, offset: int, lane=lane, band=band) -> list[np.ndarray]:
@@ -134,7 +134,7 @@ def test_any_leaves_in_groups_of_up_to_64_ranks_are_rebuilt(D, f, rows, scheme, 
             piece.shard: shard_of(lane, stripe.stripe, piece.shard, state) for piece in (*stripe.read, *stripe.made)
         }
         rebuilt = {piece.shard: np.full_like(whole[piece.shard], 0xA5) for piece in stripe.made}
-        for band in bands(placement, stripe):
+        for band in slices(placement, stripe):
             here = slice(band.begin, band.end)
             read = {(p.shard, r): row[here] for p in stripe.read for r, row in enumerate(whole[p.shard])}
             maker.make(
@@ -167,11 +167,11 @@ def test_the_cost_counts_bytes_read_copied_and_computed():
     (rebuilt,) = costs(placement, {0, 1, 3}, {2})
     assert (rebuilt.cell, rebuilt.copied, rebuilt.decoded, rebuilt.parity) == (0, 0, 3 * shard, shard)
     assert rebuilt.read == {0: 4 * shard, 1: 4 * shard, 3: 4 * shard}
-    assert 4 * shard == placement.part(2).data_bytes
+    assert 4 * shard == placement.rank_placement(2).data_bytes
     in_copies = placed(4, 1, 6400, "arc")
     (copies,) = costs(in_copies, {0, 1, 3}, {2})
     assert (copies.decoded, copies.parity) == (0, 0)
-    assert copies.copied == sum(copies.read.values()) == in_copies.part(2).data_bytes
+    assert copies.copied == sum(copies.read.values()) == in_copies.rank_placement(2).data_bytes
 
 
 def test_only_stripes_of_the_lost_rank_are_read():
@@ -191,5 +191,5 @@ def test_more_than_f_lost_ranks_are_refused():
 
 def test_the_lane_of_an_offset():
     placement = placed(4, 1, 6400, each=2)
-    part = placement.part(1)
+    part = placement.rank_placement(1)
     assert lane_at(part, 0) == lane_at(part, part.parity_offset) == 1 and lane_at(part, part.data_bytes) is None

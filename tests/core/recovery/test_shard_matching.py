@@ -42,19 +42,19 @@ def test_rows_of_four_ranks_become_rows_of_three():
     wanted = [[rows("w", 0, 3)], [rows("w", 3, 3)], [rows("w", 6, 2)]]
     shard_match = match(pieces, wanted)
     assert not shard_match.problems and not shard_match.own
-    assert [(need.seat.owner, need.receivers, need.copy[:3]) for need in shard_match.needs] == [
+    assert [(need.location.owner, need.receivers, need.copy[:3]) for need in shard_match.needs] == [
         (0, (0,), (0, 0, 32)), (1, (0,), (0, 32, 16)), (1, (1,), (16, 0, 16)), (2, (1,), (0, 16, 32)), (3, (2,), (0, 0, 32)),
     ]  # fmt: skip
 
 
 def test_replicas_of_a_cell_come_from_the_cell():
     shard_match = match([in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]] * 3)
-    assert [(need.seat.where, need.receivers) for need in shard_match.needs] == [(PieceSource.CELL, (0, 1, 2))]
+    assert [(need.location.where, need.receivers) for need in shard_match.needs] == [(PieceSource.CELL, (0, 1, 2))]
 
 
 def test_each_rank_takes_its_own_copy_and_a_new_rank_takes_the_lowest():
     shard_match = match([at(rows("w", 0, 8), 2, 1, 4)], [[rows("w", 0, 8)]] * 4)
-    assert {need.receivers: need.seat.owner for need in shard_match.needs} == {(0, 1, 3): 1, (2,): 2}
+    assert {need.receivers: need.location.owner for need in shard_match.needs} == {(0, 1, 3): 1, (2,): 2}
     assert shard_match.own == ["w"]
 
 
@@ -86,7 +86,7 @@ def test_mismatched_leaves_are_refused_in_another_shape():
 def test_the_same_piece_in_other_strides_counts_once():
     turned = replace(rows("w", 0, 8), stride=(1, 8))
     shard_match = match([at(turned, 1), in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]])
-    assert not shard_match.problems and [need.seat.where for need in shard_match.needs] == [PieceSource.CELL]
+    assert not shard_match.problems and [need.location.where for need in shard_match.needs] == [PieceSource.CELL]
 
 
 def test_empty_pieces_need_no_bytes_and_leave_none_missing():
@@ -178,7 +178,7 @@ def test_leaves_at_other_places_than_foreseen_are_found():
     }
     pieces, problems = pieces_of(placement, lambda rank: tables[rank], owns)
     assert not problems
-    locations = {piece.leaf.name: [seat[:2] for seat in piece.seats] for piece in pieces}
+    locations = {piece.leaf.name: [seat[:2] for seat in piece.locations] for piece in pieces}
     assert locations == {
         "a": [(PieceSource.CELL, 0)], "own0": [(PieceSource.SLOT, 0)], "late": [(PieceSource.SLOT, 0), (PieceSource.CAPSULE, 1)],
     }  # fmt: skip
@@ -190,7 +190,7 @@ def test_inline_leaves_that_did_not_exist_are_in_no_capsule():
     tables = [{leaf.name: leaf for leaf in each} for each in leaves]
     owns = {0: UnforeseenLeaves(frozenset({"own0"})), 1: UnforeseenLeaves()}
     pieces, _ = pieces_of(placement, lambda rank: tables[rank], owns)
-    capsules = {piece.leaf.name for piece in pieces if piece.seats[0].where is PieceSource.CAPSULE}
+    capsules = {piece.leaf.name for piece in pieces if piece.locations[0].where is PieceSource.CAPSULE}
     assert capsules == {"more0", "own1", "more1"}
 
 

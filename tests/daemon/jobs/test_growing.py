@@ -25,7 +25,7 @@ from reft_daemon.jobs.job_record import JobRecord
 from tests.daemon.jobs.test_leases import decide_request, lease_request, release_request
 from tests.support.daemons import until
 from tests.support.jobs import CHUNK, Code, Job, epoch_of, refused, write
-from tests.support.saying import says
+from tests.support.saying import report_of
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
         await job.lease(larger)
         assert job.retired
         os.truncate(arena.folder / "job" / one.name, 100)
-        said = messages.report_to(says({1: StepAnswer.SEALED}))
+        said = messages.report_to(report_of({1: StepAnswer.SEALED}))
         job.report(pb.ReportRequest(job="job", epoch=messages.epoch_to(epoch_of(2)), rank=0, steps=said))
         assert job.record.had_whole
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from reft.client.restore import remote_slots
-from reft.client.restore.remote_slots import FAR_BYTES_PER_S, RemoteSlots, far_s
+from reft.client.restore.remote_slots import REMOTE_BYTES_PER_S, RemoteSlots, remote_read_s
 from reft.core.commit.slots import SlotState
 from reft.core.recovery.recovery import HeldSlot
 from reft.errors import FormatError, RestoreError
@@ -90,7 +90,7 @@ def test_the_deadline_of_a_read_grows_with_its_bytes(job, monkeypatch):
     monkeypatch.setattr(remote_slots.pb_grpc, "DaemonStub", Stub)
     slot = remote(job).slot(held(job))
     assert [size for size, _ in given] == [2 * PAGE, slot.header.geometry.file_bytes]
-    assert [timeout for _, timeout in given] == [10.0 + size / FAR_BYTES_PER_S for size, _ in given]
+    assert [timeout for _, timeout in given] == [10.0 + size / REMOTE_BYTES_PER_S for size, _ in given]
 
 
 def test_all_ranks_wait_for_the_rank_that_reads_most_from_other_nodes():
@@ -99,9 +99,9 @@ def test_all_ranks_wait_for_the_rank_that_reads_most_from_other_nodes():
 
     sources = {0: at("a", 0, 7 << 30), 1: at("gone", 1, 1 << 30), 2: at("gone", 2, 1 << 30), 3: at("a", 3, 3 << 30)}
     nodes = {"a": [0, 1], "b": [2, 3]}
-    assert far_s(sources, {0: 0, 1: 1, 2: 2, 3: 3}, nodes) == (3 << 30) / FAR_BYTES_PER_S
-    assert far_s(sources, {0: 0, 1: 1, 2: 1, 3: 1}, nodes) == (2 << 30) / FAR_BYTES_PER_S
-    assert far_s({0: sources[0]}, {0: 0}, nodes) == far_s({}, {}, nodes) == 0
+    assert remote_read_s(sources, {0: 0, 1: 1, 2: 2, 3: 3}, nodes) == (3 << 30) / REMOTE_BYTES_PER_S
+    assert remote_read_s(sources, {0: 0, 1: 1, 2: 1, 3: 1}, nodes) == (2 << 30) / REMOTE_BYTES_PER_S
+    assert remote_read_s({0: sources[0]}, {0: 0}, nodes) == remote_read_s({}, {}, nodes) == 0
 
 
 def test_calls_over_tcp_are_not_forwarded(start):

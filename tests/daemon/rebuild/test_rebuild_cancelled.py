@@ -20,7 +20,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
 from reft_daemon.peers.round_replicator import PeerChannels
 from reft_daemon.rebuild.rebuild import Rebuild
-from reft_daemon.registry import Registry, TimeToLive
+from reft_daemon.registry import Registry, RetentionTimes
 from tests.daemon.rebuild.test_rebuild import Held, Lost, cluster, request_for
 from tests.support.daemons import DaemonProcess
 
@@ -77,7 +77,7 @@ def test_nothing_is_left_of_a_cancelled_rebuild(request_of_rank_3, monkeypatch, 
 
     async def run(arena: Arena, folder: Path) -> None:
         peers = PeerChannels(None, ()), PeerChannels(None, (), own_connections=True)
-        registry = Registry(arena, peers[0], TimeToLive(60, 60), Failpoints(), peers[1])
+        registry = Registry(arena, peers[0], RetentionTimes(60, 60), Failpoints(), peers[1])
         if is_known:
             await Rebuild(registry, request)._adopt()
         before = arena.held_bytes

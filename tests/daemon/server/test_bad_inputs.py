@@ -22,7 +22,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import CHUNK, Code, Job, descriptors_of, epoch_of, refused, tcp_call
-from tests.support.saying import says
+from tests.support.saying import report_of
 
 MIB = 1 << 20
 BAD_NAMES = [
@@ -65,7 +65,7 @@ def test_another_protocol_is_refused_with_both_numbers(shared, protocol):
 
 def test_a_report_of_another_protocol_is_refused_and_changes_nothing(shared, job):
     """A daemon may be upgraded while trainers run that said Hello to the earlier daemon."""
-    said = messages.report_to(says({1: StepAnswer.SEALED}))
+    said = messages.report_to(report_of({1: StepAnswer.SEALED}))
     for protocol in (messages.PROTOCOL + 1, messages.PROTOCOL - 1):
         report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, steps=said)
         with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}, this daemon"):

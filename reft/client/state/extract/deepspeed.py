@@ -32,7 +32,7 @@ from reft.client.state.extract.registry import Removable
 from reft.client.state.extract.wrapping import WrappedMethod, between
 from reft.client.state.parameters import FlatSlice, NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
-from reft.client.state.tensors import TensorIndex, clean
+from reft.client.state.tensors import TensorIndex, without_wrappers
 from reft.errors import UnsupportedState
 
 TESTED = "0.19.8"
@@ -110,7 +110,7 @@ class DeepSpeedExtractor(OptimizerExtractor):
             for masters_of_group, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
                 for master, weight in zip(masters_of_group, weights, strict=True):
                     yield NamedParameter(
-                        f"{masters_prefix}.{clean(value.param_names[weight])}", master, master.detach(), None
+                        f"{masters_prefix}.{without_wrappers(value.param_names[weight])}", master, master.detach(), None
                     )
         else:
             flats = zero3.masters(optimizer) if kind == zero3.STAGE3 else _partitions(optimizer, *PARTITIONED[kind])
@@ -118,7 +118,8 @@ class DeepSpeedExtractor(OptimizerExtractor):
                 rank, world = distributed.get_rank(group), distributed.get_world_size(group)
                 box = Region((master.numel() * world,), (master.numel() * rank,))
                 flat_slices = (
-                    FlatSlice(f"{masters_prefix}.{clean(value.param_names[p])}", *place) for p, *place in slices
+                    FlatSlice(f"{masters_prefix}.{without_wrappers(value.param_names[p])}", *place)
+                    for p, *place in slices
                 )
                 yield NamedParameter(
                     f"{prefix}{stage}.group{g}.master", master, master.detach(), box, tuple(flat_slices)

@@ -30,7 +30,7 @@ from reft.client.state.extract.dtensor import Region
 from reft.client.state.extract.modules import ModuleExtractor, track_structure
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex
-from reft.core.layout.flat_ranges import placed
+from reft.core.layout.flat_ranges import split_numbering_axes
 from reft.errors import UnsupportedState
 
 TESTED = "0.16.1"
@@ -121,7 +121,9 @@ def _names_and_regions(module: nn.Module) -> dict[int, tuple[str, Region | None]
             continue
         shape = tuple(tensor.shape)
         if hasattr(each, "global_offset"):
-            name, whole, offset = placed(each.key, each.prepend_axis_num, each.global_shape, each.global_offset)
+            name, whole, offset = split_numbering_axes(
+                each.key, each.prepend_axis_num, each.global_shape, each.global_offset
+            )
             regions[id(tensor)] = name, None if whole == shape else Region(whole, offset)
         else:
             regions[id(tensor)] = each.key, Region(shape, (0,) * len(shape), f"[{_rank_of(tensor)}]")

@@ -21,7 +21,7 @@ from reft.client.state.extract.fsdp1 import Parts, ShardedFlatParameter, flat_pa
 from reft.client.state.extract.registry import Removable
 from reft.client.state.extract.zero3 import partitioned_parameters
 from reft.client.state.parameters import NamedParameter, ParameterNames
-from reft.client.state.tensors import TensorIndex, clean
+from reft.client.state.tensors import TensorIndex, without_wrappers
 from reft.core.layout.layout import Leaf
 
 
@@ -56,7 +56,7 @@ class ModuleExtractor:
         elsewhere = _sharded_elsewhere(parts)
         for flat in elsewhere:
             for named in flat.pieces:
-                yield named._replace(name=f"{prefix}.{clean(named.name)}")
+                yield named._replace(name=f"{prefix}.{without_wrappers(named.name)}")
         for module_tensor in self._parameters(prefix, parts, elsewhere):
             yield NamedParameter(
                 module_tensor.name, module_tensor.tensor, *local_piece(module_tensor.name, module_tensor.tensor)
@@ -70,7 +70,7 @@ class ModuleExtractor:
         for flat in elsewhere:
             index.track_entry(flat.place, flat.key, flat.place.get(flat.key))
             for named in flat.pieces:
-                name = f"{prefix}.{clean(named.name)}"
+                name = f"{prefix}.{without_wrappers(named.name)}"
                 index.add(name, {name: named.local}, name, named.local, box=named.box)
         for module_tensor in self._parameters(prefix, parts, elsewhere):
             index.add(module_tensor.name, module_tensor.place, module_tensor.key, module_tensor.tensor)
@@ -117,7 +117,7 @@ class ModuleExtractor:
         saved_leaves = {leaf.name: leaf for leaf in leaves if leaf.shape == leaf.global_shape}
         for path, part in value.named_modules():
             for key, tensor in part._buffers.items():
-                leaf = saved_leaves.get(f"{prefix}.{clean(f'{path}.{key}' if path else key)}")
+                leaf = saved_leaves.get(f"{prefix}.{without_wrappers(f'{path}.{key}' if path else key)}")
                 if leaf is not None and (tensor is None or key in part._non_persistent_buffers_set):
                     neighbor = (
                         tensor if tensor is not None else next(chain(part.parameters(), value.parameters()), None)
@@ -161,7 +161,9 @@ def _slots(prefix: str, parts: Parts, attribute: str) -> Iterator[ModuleTensor]:
         container = getattr(part, attribute)
         for name, tensor in container.items():
             if tensor is not None:
-                yield ModuleTensor(f"{prefix}.{clean(f'{path}.{name}' if path else name)}", container, name, tensor)
+                yield ModuleTensor(
+                    f"{prefix}.{without_wrappers(f'{path}.{name}' if path else name)}", container, name, tensor
+                )
 
 
 def _sharded_elsewhere(parts: Parts) -> list[ShardedFlatParameter]:
