@@ -38,7 +38,7 @@ def parts(text: str) -> tuple[list[str], str, str]:
 
 
 def commands_of(text: str) -> list[str]:
-    """All lines of shell blocks; of other blocks, and of code within a line, what begins with a program and an argument."""
+    """Returns all lines of shell blocks, and other code of a program with an argument."""
     code, shell, prose = parts(text)
     spans = re.findall(r"`([^`]+)`", prose)
     found = shell.splitlines() + [each for each in code + spans if COMMAND.match(each.strip())]
@@ -66,7 +66,8 @@ class Reader:
 
     Args:
         folder: an empty one.
-        words: what is typed in place of a word of the README: names of machines and ports, and folders of the system.
+        words: what is typed in place of a word of the README: names of machines and ports, and
+            folders of the system.
         environment: changes to the environment.
     """
 
@@ -96,7 +97,7 @@ class Reader:
         )  # fmt: skip
 
     def run(self, command: str, code: int = 0, timeout: float = 110, **changes: str) -> str:
-        """Types the command, and waits for its end; what it printed. Fails for another exit code."""
+        """Runs the command to its end, and returns its output. Fails for another exit code."""
         with self.start(command, **changes) as process:
             try:
                 output, _ = process.communicate(timeout=timeout)

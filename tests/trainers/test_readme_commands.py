@@ -1,4 +1,4 @@
-"""What examples/README.md says to type for other people's trainers: typed as it stands, each in its own environment."""
+"""Runs the trainers' commands of examples/README.md, each in an environment of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.support.commands import ROOT, Reader
 from tests.support.daemons import purge_and_stop
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
-# torchtitan wants a GPU: Python's sitecustomize brings the replacements that its tests on the CPU use.
+# torchtitan wants a GPU: Python's sitecustomize brings the replacements that its tests on the CPU
+# use.
 ON_CPU = """
 import sys
 if sys.orig_argv[-1].endswith("torchtitan_llama.py") and not any("torchrun" in word for word in sys.orig_argv):
