@@ -29,7 +29,7 @@ class ReftError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(f"{message} Fix: {hint}" if hint else message)
+        super().__init__(f"{message}\nFix: {hint}" if hint else message)
         self.message = message
         self.hint = hint
 

@@ -38,7 +38,7 @@ def refusal(need_bytes: int, limits: Sequence[MemoryLimit], who: str = "the slot
     if tightest is None or need_bytes <= tightest.free_bytes:
         return None
     return (
-        f"{who} {format_bytes(need_bytes)}, but {tightest.name} leaves {format_bytes(max(tightest.free_bytes, 0))}. "
+        f"{who} {format_bytes(need_bytes)}, but {tightest.name} leaves {format_bytes(max(tightest.free_bytes, 0))}.\n"
         f"Fix: {tightest.remedy}"
     )
 

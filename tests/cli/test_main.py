@@ -36,7 +36,7 @@ def test_no_daemon(tmp_path):
     assert (result.exit_code, result.stdout) == (10, "")
     address = f"unix:{tmp_path}/none.sock"
     assert f"no daemon answers at {address}: connect failed" in result.stderr
-    assert "No such file or directory. Fix: start reft-daemon" in result.stderr
+    assert "No such file or directory.\nFix: start reft-daemon" in result.stderr
 
 
 def test_no_daemon_as_json(tmp_path):

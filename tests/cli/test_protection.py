@@ -112,7 +112,7 @@ def test_exposed_and_mismatched_state_is_shown():
     lines = lines_of(job_survey(4, tolerate=0), mismatched=[0])
     assert "health  WARN  replicas of w differ between ranks: such steps are not kept." in lines
     assert any(line.startswith("protect UNPROTECTED") for line in lines)
-    assert any(line.startswith("exposed 3.0 MiB are stored once") for line in lines)
+    assert any(line.startswith("exposed 3.0 MiB are stored only once") for line in lines)
     assert max(map(len, lines)) <= status_text.WIDTH
 
 

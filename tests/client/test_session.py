@@ -80,7 +80,7 @@ def test_a_run_without_its_first_mark_is_refused_with_a_remedy(attach):
     assert session.seal(timeout=60)
     session = attach(*make())
     with pytest.raises(
-        errors.RestoreError, match=r"reft-cli purge job-.*session\.begin_marking\(\) right after attach"
+        errors.RestoreError, match=r"(?s)reft-cli purge job-.*session\.begin_marking\(\) right after attach"
     ):
         session.step_end()
 

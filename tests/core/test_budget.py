@@ -15,7 +15,7 @@ FLAG = MemoryLimit("--memory", 2 * GIB, "start reft-daemon with a larger --memor
 
 def test_the_tightest_limit_is_named():
     text = refusal(3 * GIB, [MACHINE, FLAG])
-    assert text == "the slots need 3.0 GiB, but --memory leaves 2.0 GiB. Fix: start reft-daemon with a larger --memory"
+    assert text == "the slots need 3.0 GiB, but --memory leaves 2.0 GiB.\nFix: start reft-daemon with a larger --memory"
 
 
 def test_what_fits_exactly_is_allowed():

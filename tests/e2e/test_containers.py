@@ -92,7 +92,7 @@ def test_a_daemon_that_cannot_see_its_trainers_names_the_remedy(tmp_path):
     try:
         path = tmp_path / "d.sock.ln"
         until(path.exists, what="the daemon's start")
-        with pytest.raises(AttachError, match=r"does not see.*hostPID"):
+        with pytest.raises(AttachError, match=r"(?s)does not see.*hostPID"):
             local_socket.introduce(str(path), 10)
         inside = subprocess.run(
             ["nsenter", f"--pid=/proc/{daemon.pid}/ns/pid_for_children", "--", sys.executable, "-c",

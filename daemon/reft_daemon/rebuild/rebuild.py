@@ -28,7 +28,15 @@ from reft.core.commit.decision import counts
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
-from reft.core.recovery.rebuild import Bytes, RebuildSlice, ShardRebuilder, StripeRebuild, lane_at, slices, stripes
+from reft.core.recovery.rebuild import (
+    Bytes,
+    RebuildSlice,
+    ShardRebuilder,
+    StripeRebuild,
+    lane_at,
+    rebuild_slices,
+    stripes,
+)
 from reft.errors import AttachError, ConfigError, FormatError, ReftError, StaleEpoch
 from reft.wire import capsule_format, messages
 from reft.wire.manifest import layouts_of, placement_of
@@ -293,7 +301,7 @@ class Rebuild:
     ) -> None:
         """Decodes all slices, SLICES_AT_ONCE at a time."""
         rebuilder = ShardRebuilder(placement)
-        slices = (each for stripe in stripe_rebuilds for each in slices(placement, stripe))
+        slices = (each for stripe in stripe_rebuilds for each in rebuild_slices(placement, stripe))
         targets = {each.rank: each.slot for each in lost}
 
         async def decode_next_slices() -> None:

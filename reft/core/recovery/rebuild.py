@@ -156,7 +156,7 @@ def costs(placement: Placement, have: Collection[int], lost: Collection[int]) ->
     return [by_cell[cell] for cell in sorted(by_cell)]
 
 
-def slices(placement: Placement, stripe: StripeRebuild, limit: int = SLICE_BYTES) -> Iterator[RebuildSlice]:
+def rebuild_slices(placement: Placement, stripe: StripeRebuild, limit: int = SLICE_BYTES) -> Iterator[RebuildSlice]:
     """Cuts a stripe into slices whose registers take at most `limit` bytes.
 
     A slice is never narrower than RANGE_UNIT.

@@ -41,7 +41,7 @@ def test_ranks_with_equal_facts_have_one_job():
 )
 def test_a_differing_setting_is_named(request_changes, settings_changes, text):
     other = agreed_facts(replace(REQUEST, **request_changes), replace(SETTINGS, **settings_changes))
-    with pytest.raises(ConfigError, match=re.escape(f"rank 0 has {text} Fix: give all ranks the same arguments")):
+    with pytest.raises(ConfigError, match=re.escape(f"rank 0 has {text}\nFix: give all ranks the same arguments")):
         job_of(other)
 
 

@@ -33,9 +33,11 @@ class Exchange:
         self.group = None
 
 
-def snapshots(unforeseen: tuple[str, ...] = (), retires: bool = True) -> Any:
+def snapshots(unplanned_leaves: tuple[str, ...] = (), retires: bool = True) -> Any:
     return SimpleNamespace(
-        unforeseen=unforeseen, reporter=SimpleNamespace(mismatched=frozenset()), retire=lambda deadline_s: retires
+        unplanned_leaves=unplanned_leaves,
+        reporter=SimpleNamespace(mismatched=frozenset()),
+        retire=lambda deadline_s: retires,
     )
 
 
@@ -73,7 +75,7 @@ def test_the_base_is_the_newest_version_that_a_rank_or_daemon_knows_to_be_whole(
     """A daemon that knows a version to be whole may have freed the data of older versions."""
     acts = []
     ended = SimpleNamespace(
-        whole=known, leaves_out=lambda step: step <= 3, retire=lambda deadline_s: acts.append("closed") or True,
+        whole=known, is_discarded=lambda step: step <= 3, retire=lambda deadline_s: acts.append("closed") or True,
         leases=SimpleNamespace(whole=lambda: acts.append("asked") or (None if told is None else Version(OWN, told))),
     )  # fmt: skip
     assert tuple(_end_snapshots(8, ended)) == newest

@@ -393,7 +393,7 @@ def test_ranks_with_different_arguments_are_refused(daemon):
     """The ranks would place shards by different manifests; a version can't be decoded then."""
     trainers = Trainers(Spec(daemon.address, options={"odd_rank": 1, "tolerate": 1}), 2)
     assert trainers.wait().count(0) == 0
-    assert "rank 0 has tolerate 1, rank 1 2. Fix: give all ranks the same" in trainers.errors()
+    assert "rank 0 has tolerate 1, rank 1 2.\nFix: give all ranks the same" in trainers.errors()
 
 
 def test_ranks_that_train_separately_are_no_replicas(daemon):

@@ -150,7 +150,7 @@ def test_state_on_several_devices_is_refused_at_attach(monkeypatch):
     monkeypatch.setattr(TensorIndex, "add", add)
     tracked = TrackedObjects({"model.0": torch.nn.Linear(2, 2)}, [], {})
     with pytest.raises(
-        UnsupportedState, match=r"cuda:0, cuda:1; one device for each process .* a process for each device"
+        UnsupportedState, match=r"(?s)cuda:0, cuda:1; one device for each process .* a process for each device"
     ):
         tracked.bind()
 

@@ -54,11 +54,11 @@ def buffers(monkeypatch):
     made = []
 
     def record(*arguments):
-        made.append(attach_module_room_for(*arguments))
+        made.append(missing_state_buffer(*arguments))
         return made[-1]
 
-    attach_module_room_for = attach_module.missing_state_buffer
-    monkeypatch.setattr(attach_module, "room_for", record)
+    missing_state_buffer = attach_module.missing_state_buffer
+    monkeypatch.setattr(attach_module, "missing_state_buffer", record)
     return made
 
 

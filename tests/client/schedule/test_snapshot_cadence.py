@@ -140,7 +140,7 @@ def test_while_the_round_lags_some_due_steps_are_skipped(attach, monkeypatch, ca
         step_once(model, optimizer)
         if session.step == 100:
             snapshots.reporter._delays = OutcomeDelays(100, (30,) * MEMORY)
-            monkeypatch.setattr(snapshots.reporter._delays, "decided", lambda *_: None)
+            monkeypatch.setattr(snapshots.reporter._delays, "note_decided", lambda *_: None)
     assert [step for step in taken if step <= 100] == list(range(3, 101, 3))
     assert [step for step in taken if step > 100] == [144, 192], "each 16th of the due ones, by its number"
     left_out = [step for step in range(102, 201, 3) if step not in taken]

@@ -466,7 +466,7 @@ def test_a_full_device_is_tried_again_only_now_and_then(monkeypatch):
     monkeypatch.setattr(cuda_engine, "plan_transfers", full)
     for _ in range(20):
         tried.append(False)
-        with pytest.raises(ReftError, match=r"no room .* lower REFT_PARITY_SCRATCH_BYTES"):
+        with pytest.raises(ReftError, match=r"(?s)no room .* lower REFT_PARITY_SCRATCH_BYTES"):
             copy_engine.begin(taken.job)
         copy_engine.fence()
     assert [mark for mark, has_tried in enumerate(tried) if has_tried] == [0, 1, 2, 4, 8, 16]

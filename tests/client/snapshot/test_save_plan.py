@@ -130,7 +130,7 @@ def test_columns_are_narrow_where_many_small_leaves_lie():
 def test_too_little_scratch_memory_is_an_error_with_numbers():
     leaves = [leaf(f"leaf{i}", 100) for i in range(200)]
     with pytest.raises(
-        ConfigError, match=r"a column of \d+ registers needs \d+ bytes of scratch memory; the limit is 100.*Fix"
+        ConfigError, match=r"(?s)a column of \d+ registers needs \d+ bytes of scratch memory; the limit is 100.*Fix"
     ):
         save_plan(placed(leaves, 4, 2), 0, leaves, ParityTiling(4096, 4096, 100))
 

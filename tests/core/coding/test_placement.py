@@ -127,7 +127,7 @@ def test_all_members_store_the_same_number_of_bytes_and_no_code_stores_less(plac
     stored: Counter[tuple[int, int]] = Counter()  # by lane and rank
     shards: Counter[tuple[int, int, int]] = Counter()  # by lane, stripe and shard
     for rank in range(len(placement.domains)):
-        for block in placement.part(rank).blocks:
+        for block in placement.rank_placement(rank).blocks:
             lane = placement.lanes[block.lane]
             assert lane.members[lane.member_of(block.stripe, block.shard)] == rank
             assert block.nbytes == lane.shard_bytes == lane.code.w * lane.packet_bytes and lane.packet_bytes % 8 == 0
@@ -146,7 +146,7 @@ def test_all_members_store_the_same_number_of_bytes_and_no_code_stores_less(plac
 @settings(max_examples=40, deadline=None)
 def test_blocks_of_a_rank_do_not_overlap_and_sections_begin_at_chunks(placement):
     for rank in range(len(placement.domains)):
-        part = placement.part(rank)
+        part = placement.rank_placement(rank)
         data, parity = part.blocks[: part.data_blocks], part.blocks[part.data_blocks :]
         end = 0
         for block in data:

@@ -170,8 +170,8 @@ OUTCOMES = st.builds(
 
 @given(OUTCOMES, OUTCOMES)
 def test_a_merged_outcome_decides_the_steps_of_both(one, other):
-    merged = one.then(other)
-    assert merged == other.then(one) and merged.then(one) == merged
+    merged = one.merge(other)
+    assert merged == other.merge(one) and merged.merge(one) == merged
     for step in range(14):
         assert merged.decides(step) == (one.decides(step) or other.decides(step) or step <= merged.whole)
 
@@ -186,7 +186,7 @@ SAID = st.builds(
 
 @given(SAID, SAID)
 def test_the_first_answer_stays_and_open_steps_get_the_second(first, second):
-    merged = first.then(second)
+    merged = first.merge(second)
     for step in range(14):
         answers = first.answer(step), second.answer(step)
         assert merged.answer(step) == (answers[1] if answers[0] is None else answers[0])

@@ -87,8 +87,8 @@ def test_a_decision_names_known_max_epochs_and_ends_older_ones_by_counter():
         known = known_to(decisions[-1:])
     last = decisions[-1]
     assert len(last.known) == KNOWN_MAX
-    assert all(last.ends(each.epoch) for each in decisions[:-1]) and not last.ends(last.epoch)
-    assert not last.ends(Epoch(last.epoch.counter - 1, b"another of it"))
+    assert all(last.supersedes(each.epoch) for each in decisions[:-1]) and not last.supersedes(last.epoch)
+    assert not last.supersedes(Epoch(last.epoch.counter - 1, b"another of it"))
     assert histories({"a": decisions[0], "b": last}, {}, [decisions[0].epoch]) == [last]
 
 
@@ -130,6 +130,6 @@ def test_the_order_does_not_matter_and_no_unknown_history_is_outranked(decisions
             if other.epoch in written and other.epoch != chosen.epoch:
                 # A remembered decision has ended it. The chosen decision is that one, or outranks
                 # it.
-                assert any(each.ends(other.epoch) for each in nodes)
+                assert any(each.supersedes(other.epoch) for each in nodes)
     else:
-        assert not any(each.ends(other.epoch) for each in nodes for other in in_force)
+        assert not any(each.supersedes(other.epoch) for each in nodes for other in in_force)

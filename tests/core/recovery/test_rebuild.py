@@ -13,7 +13,7 @@ from reft.core.coding.erasure import encode_program, run
 from reft.core.coding.placement import Lane, Placement, place
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.rebuild import RANGE_UNIT, ShardRebuilder, costs, lane_at, slices, stripes
+from reft.core.recovery.rebuild import RANGE_UNIT, ShardRebuilder, costs, lane_at, rebuild_slices, stripes
 
 
 def placed(D: int, f: int, nbytes: int, scheme: str = "aec", each: int = 1) -> Placement:
@@ -54,7 +54,7 @@ def made(
     maker = ShardRebuilder(placement)
     for stripe in stripes(placement, have, lost):
         lane = placement.lanes[stripe.lane]
-        for band in slices(placement, stripe, limit):
+        for band in rebuild_slices(placement, stripe, limit):
             assert band.end - band.begin <= max(limit // (lane.code.w * (lane.code.k + 1)), RANGE_UNIT)
 
             def columns(data: np.ndarray, offset: int, lane=lane, band=band) -> list[np.ndarray]:
@@ -134,7 +134,7 @@ def test_any_leaves_in_groups_of_up_to_64_ranks_are_rebuilt(D, f, rows, scheme, 
             piece.shard: shard_of(lane, stripe.stripe, piece.shard, state) for piece in (*stripe.read, *stripe.made)
         }
         rebuilt = {piece.shard: np.full_like(whole[piece.shard], 0xA5) for piece in stripe.made}
-        for band in slices(placement, stripe):
+        for band in rebuild_slices(placement, stripe):
             here = slice(band.begin, band.end)
             read = {(p.shard, r): row[here] for p in stripe.read for r, row in enumerate(whole[p.shard])}
             maker.make(

@@ -105,4 +105,5 @@ def test_a_step_is_sealed_although_the_record_can_not_be_written(cramped, traine
     fill_to_the_last(Job([(cramped, [0])], name="other"), cramped)
     trainer.kill()
     until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")
-    assert "job=job" in cramped.log.read_text().rpartition("make room in")[0].splitlines()[-1]
+    before_retry = cramped.log.read_text().rpartition("make room in")[0]
+    assert "job=job" in before_retry.splitlines()[-2], "the remedy has a line of its own"

@@ -63,11 +63,13 @@ def test_a_capsule_comes_from_another_node_or_from_the_own(job):
 
 
 def test_a_missing_slot_or_capsule_is_named(job):
-    with pytest.raises(FormatError, match=r"what rank 0 needs lies on node n1, .*node n1: no capsule of rank 0"):
+    with pytest.raises(
+        FormatError, match=r"the data of rank 0 on node n1 cannot be read: node n1: no capsule of rank 0"
+    ):
         remote(job).capsule(job.hellos[1].node_id, 0, job.version(3))
     gone = held(job)
     os.truncate(job.daemons[1].folder / "job" / gone.slot, DATA_BYTES)
-    with pytest.raises(FormatError, match=r"what rank 1 needs lies on node n1, .*was cut"):
+    with pytest.raises(FormatError, match=r"the data of rank 1 on node n1 cannot be read: .*was cut"):
         remote(job).slot(gone)
     job.daemons[1].kill()
     for read in (
