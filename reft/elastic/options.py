@@ -15,28 +15,32 @@ from reft.config import Config
 from reft.core.membership.job_identity import NO_RUN_ID, JobIdentity, identify
 from reft.errors import ConfigError
 
-# name → (default, meaning). Numbers are seconds, but for keep_alive_max_attempt. torch itself reads
-# the options up to keep_alive_max_attempt.
+# name → (default, meaning). Numbers are seconds; keep_alive_max_attempt is a count. torch reads the
+# first six options. reft reads all others, also those that torch's own backends know.
+# Here a round is a rendezvous round: one start of all workers. The daemons' rounds are others. An
+# agent is the torchrun process of a node.
 OPTIONS: dict[str, tuple[Any, str]] = {
-    "join_timeout": (600, "time within which a round must complete"),
-    "last_call_timeout": (30, "time that the first round waits for more nodes than the minimum of --nnodes"),
-    "close_timeout": (30, "time within which the end of the job must be written"),
-    "heartbeat_timeout": (5, "time within which a keep-alive must be written"),
-    "keep_alive_interval": (5, "time between two keep-alives of an agent"),
+    "join_timeout": (600, "time within which a rendezvous round must complete"),
+    "last_call_timeout": (30, "time that a job's first round waits for more nodes than the minimum of --nnodes"),
+    "close_timeout": (30, "time within which the end of the job must be written to the store"),
+    "heartbeat_timeout": (5, "time within which an agent's sign of life must be written to the store"),
+    "keep_alive_interval": (5, "time between two signs of life (keep-alives) of one agent"),
     "keep_alive_max_attempt": (3, "intervals without a keep-alive after which an agent is removed"),
     "read_timeout": (60, "time that a call of the store may take"),
     "is_host": (None, "whether the store runs on this host; default: if the endpoint names this host"),
-    "shrink_timeout": (5, "time that a later round waits for more nodes than the minimum"),
+    "shrink_timeout": (5, "time that each round after a restart waits for more nodes than the minimum"),
     "store_idle_exit": (120, "time after the last keep-alive until the store's process exits"),
-    "warm": ("no", "yes: workers are forked from a process that has imported torch, see Restart speed"),
-    "warm_imports": ("", "more modules that this process imports, joined by +"),
+    "warm": ("no", "yes: workers are forked from a warm process, see Restart speed in elastic/README.md"),
+    "warm_imports": ("", "modules that the warm process imports beside torch and reft, joined by +"),
     "daemon": ("auto", "auto: a reft-daemon is started on this node if none runs; off: no daemon"),
     "etcd_ttl": (3600, "time that etcd keeps a job's keys after the last use"),
     "ca_cert": ("", "etcd: file with the CA certificate; switches to https"),
     "ssl_cert": ("", "etcd: file with the client certificate"),
     "ssl_cert_key": ("", "etcd: file with the key of the client certificate"),
 }
-TORCHS_OWN = ("timeout", "rank")  # torchrun adds these; a dynamic rendezvous does not use them
+# torchrun adds these two to every rendezvous. reft is built on torch's dynamic rendezvous, which
+# uses neither.
+TORCHS_OWN = ("timeout", "rank")
 
 
 def check(parameters: RendezvousParameters) -> None:
@@ -90,7 +94,10 @@ def text(parameters: RendezvousParameters, name: str) -> str:
 
 
 def rendezvous_id(run_id: str, slurm_job: str, script: str) -> str:
-    """Returns the id that separates one job's agents from all others on the same store.
+    """Returns the id under which this job's agents meet in the store.
+
+    The id holds no launch: agents that start separately must find each other before there is one.
+    Daemons and trainers use another name, see `job_of`.
 
     Args:
         run_id: torchrun's --rdzv-id.
@@ -109,6 +116,7 @@ def script_of(argv: list[str]) -> str:
     """Returns the script of an agent's command line; without torchrun, the agent's program."""
     from torch.distributed.run import get_args_parser
 
+    # run.py: python -m torch.distributed.run. agent.py: torchrun for tests, tests/support/agent.py.
     name = Path(argv[0]).name
     if name not in ("torchrun", "run.py", "agent.py"):
         return argv[0]
@@ -122,7 +130,13 @@ def rendezvous_id_of(run_id: str) -> str:
 
 
 def job_of(run_id: str, launch: str) -> JobIdentity:
-    """Returns the job as daemons and trainers name it, in this launch."""
+    """Returns the identity that daemons and trainers use for this job.
+
+    Args:
+        run_id: torchrun's --rdzv-id.
+        launch: id of this launch. The first agent makes it; it stays the same after restarts. Two
+            launches of an unnamed job are two jobs.
+    """
     return identify(
         chosen=Config.load().job,
         run_id=run_id,

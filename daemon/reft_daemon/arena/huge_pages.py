@@ -2,12 +2,14 @@
 
     file   |x    |x    |x    |x  |     one small page is written per huge page
            |█████|█████|█████|░░░|     MADV_COLLAPSE (Linux 6.1) makes each range one huge page
-                                       and clears the rest of the range; where the kernel refuses,
-                                       and at the file's end, the caller makes small pages
+                                       and clears the rest of the range
 
-MADV_COLLAPSE ignores the mount's huge= option and shmem_enabled, except for "deny". The kernel
-refuses a range without any present page. A range whose pages are all present is copied page by
-page, which takes far longer than clearing.
+Some bytes get no huge page: those of a refused range, those before the first border of a huge page,
+and those at the file's end. The callers in arena.py and pool.py make small pages there afterwards.
+
+MADV_COLLAPSE ignores the mount's huge= option and shmem_enabled, except for "deny". Why one small
+page is written: the kernel refuses a range without any present page. If all pages of a range are
+present, the kernel copies them one by one. That takes far longer than clearing.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from reft.wire.shm import advise, huge_bytes
 
 _COLLAPSE = 25  # MADV_COLLAPSE; Python has no name for it
 _PAGES_PER_CALL = 32  # huge pages per call of madvise
-# one core nearly saturates memory; the second hides the time that a hypervisor needs to back a page
+# One thread nearly saturates the memory's bandwidth. In a virtual machine the hypervisor gives real
+# memory to each new page, and a thread waits for that. Meanwhile the second thread clears pages.
 _THREADS = 2
 _TRANSIENT = (errno.EAGAIN, errno.EBUSY)  # the kernel was moving a page between its lists
 
@@ -31,8 +34,12 @@ _TRANSIENT = (errno.EAGAIN, errno.EBUSY)  # the kernel was moving a page between
 def make_huge(descriptor: int, pages: npt.NDArray[np.uint8], begin: int) -> int:
     """Makes a file's pages from `begin` on, as huge pages where the kernel allows it.
 
-    None of these pages may be present before. Blocks this thread, but not Python. Stops at the
-    first lasting refusal: memory is fragmented, and each further try would search it again.
+    None of these pages may be present before. The calling thread waits. Other Python threads run,
+    because the interpreter's lock is free during the kernel's work.
+
+    A refusal is lasting if its errno is not in _TRANSIENT. Then no further block is tried: memory
+    is fragmented, and the kernel would search all memory again for each try. After a transient
+    refusal the next block is tried; the refused one keeps small pages.
 
     Args:
         descriptor: the open file.
@@ -40,10 +47,12 @@ def make_huge(descriptor: int, pages: npt.NDArray[np.uint8], begin: int) -> int:
         begin: offset of the first page to make, in bytes.
 
     Returns:
-        The number of bytes that are now certainly in huge pages.
+        The bytes of all blocks that the kernel accepted. A refused block counts as 0, although some
+        of its pages may be huge.
     """
     size = huge_bytes()
     first, end = -(-begin // size) * size, pages.nbytes // size * size
+    # Both threads take their next block from this one iterator. An empty iterator stops both.
     blocks = iter(range(first, end, _PAGES_PER_CALL * size))
 
     def collapse_blocks(_: int) -> int:
@@ -70,5 +79,6 @@ def _collapse(descriptor: int, pages: npt.NDArray[np.uint8], offsets: range) -> 
     except OSError as error:  # out of memory: the caller sees it next, and reports it
         return error.errno or errno.EIO
     block = pages[offsets.start : offsets.stop]
-    # The second call succeeds if the kernel was still moving a page at the first call.
+    # advise returns 0 on success. So the second call is made only if the first one failed: the
+    # kernel may still have been moving a page at the first call.
     return advise(block, _COLLAPSE) and advise(block, _COLLAPSE)

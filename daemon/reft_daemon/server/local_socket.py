@@ -8,18 +8,21 @@ The protocol is in `reft.wire.local_socket`.
 All work is done in callbacks of the event loop on raw sockets: asyncio's transports can't pass
 descriptors. No callback waits.
 
-* A connection's requests are handled in order. Requests about slots and callers are answered at
-  once.
-* A report is answered once: when its newest step is decided, or when its waiting time is over. One
-  reply may answer several reports. A connection checks its waiting reports when a report arrives,
-  when the round has news, and when the oldest report's time is over.
-* There are at most CONNECTIONS_MAX newcomers. More callers wait in the kernel, for DEADLINE_S if
-  all newcomers are silent. Trainers that report are no newcomers. Only the limit of descriptors
-  bounds the number of trainers, as with gRPC.
+* A connection's requests are handled in order. There are three kinds: "report", "slots" and "who".
+  "who" asks for the caller's pid as this daemon sees it; in a container the caller knows another.
+  "slots" and "who" are answered at once.
+* A report is answered once: when its newest step is decided, or when its waiting time is over. A
+  step is decided once the round has said that the step is whole or void. One reply may answer
+  several reports. A connection checks its waiting reports when a report arrives, when the round has
+  news, and when the oldest report's time is over.
+* There are at most CONNECTIONS_MAX newcomers. More callers wait in the kernel. A newcomer that
+  sends nothing is dropped after DEADLINE_S, and the next caller gets its place. A trainer that has
+  reported is no newcomer. So only the limit of descriptors bounds the number of trainers.
 * While replies wait to be sent, no request is read. So at most the replies to one read of
   READ_BYTES and to WAITING_MAX reports are buffered. Descriptors are never buffered: a caller that
   does not read is dropped, and has to ask again.
-* Bytes that are no request, or too many of anything, drop the caller with one warning.
+* A caller is dropped with one warning if its bytes are no request. The same happens above a limit:
+  MESSAGE_MAX, REQUEST_MAX, DESCRIPTORS_MAX or WAITING_MAX.
 * If no descriptor is free, the listener pauses for RETRY_S; open connections go on.
 
 `reft.wire.local_socket` says what happens to lost, late or repeated messages.
@@ -53,7 +56,9 @@ from reft_daemon.registry import Registry, UnknownJob
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 5.0
 CONNECTIONS_MAX = 64
-WAITING_MAX = 64  # reports of one connection that wait for a reply; a trainer has at most 4
+# Reports of one connection that wait for a reply. A trainer has at most 4: CALLS_MAX in
+# reft/client/link/reports.py.
+WAITING_MAX = 64
 WAIT_MAX_S = 10.0
 RETRY_S = 0.1
 
@@ -253,7 +258,11 @@ class _Connection:
             close_all(self._received)  # descriptors that no handler took
 
     def _refuse(self, error: ReftError, requests: int) -> None:
-        """Refuses `requests` requests, and all reports that wait for a reply."""
+        """Refuses `requests` requests, and all reports that wait for a reply.
+
+        `calls` tells the caller how many of its requests this reply answers. The waiting reports
+        are of the same job and epoch, so the same error refuses them.
+        """
         calls, self._waiting = requests + len(self._waiting), []
         code = grpc.StatusCode.NOT_FOUND if isinstance(error, UnknownJob) else rpc.status_of(error)
         self._send(pb.LocalReply(calls=calls, status=code.value[0], error=str(error)))
@@ -263,7 +272,8 @@ class _Connection:
         job.check_epoch(request.epoch)
         if request.returned:
             return self._take_back(job, request)
-        # A trainer with a lease may also read the slots of its job's other ranks on this node.
+        # A lease says that this trainer is the rank's trainer now. With a lease, the trainer may
+        # also read the slots of its job's other ranks on this node; else only its own rank's.
         slots = job.all_slots
         ranks = {slot.rank for slot in slots.values()} if request.rank in job.leases else {request.rank}
         unknown = [name for name in request.slots if name not in slots or slots[name].rank not in ranks]
@@ -273,6 +283,11 @@ class _Connection:
         self._send(pb.LocalReply(calls=1, descriptors=len(descriptors)), descriptors)
 
     def _take_back(self, job: JobRecord, request: pb.SlotsRequest) -> None:
+        """Takes back the memfds that a trainer returns to a restarted daemon.
+
+        A memfd has no name in any folder. The old daemon's descriptors ended with that daemon, and
+        the trainer still has the slots open.
+        """
         if len(self._received) != len(request.returned):
             raise AttachError(f"{len(self._received)} descriptors arrived for {len(request.returned)} slots.")
         for name in request.returned:
@@ -290,6 +305,7 @@ class _Connection:
         self._listen_to(job)
         job.report(report)
         self._report = report
+        # -1: the report names no step. Such a report is answered at once.
         newest = report.steps.until if report.steps.HasField("until") else -1
         self._waiting.append(_WaitingReport(newest, self._loop.time() + min(report.wait_ms / 1000, WAIT_MAX_S)))
         self._answer_reports()

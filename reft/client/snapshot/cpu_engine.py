@@ -1,11 +1,16 @@
 """The copy engine for state in host memory: copies, digests, and computes parity beside training.
 
+`job` is a `CopyJob`: the copying of one snapshot, with a callback for each stage.
+
     mark:   begin(job)   copies staged leaves aside, in the trainer's thread; threads do the rest
             job.open     in a copy thread: waits for a slot if none may be reused yet
             copy         parts:           live bytes ─► slot, digests
                          parity columns:  live bytes of others' shards ─► XOR ─► slot
             job.landed   no copy reads the state any more; parity chunks are digested afterwards
-    fence:  fence()      gives up if there is no slot yet; else waits until all bytes are read
+    fence:  fence()      drops the snapshot if it has no slot yet; else waits for the last read
+
+A parity column is a piece of a parity shard, and the XOR of data that other ranks' slots keep. This
+rank needs no message for that: all ranks of a cell hold all bytes of the cell.
 
 engine.py describes what this engine and the CUDA engine have in common. Both call
 `job.landed(inline_leaves)` and `job.sealed(digests)` from a thread of their own after the last
@@ -71,6 +76,7 @@ class CpuCopyEngine:
             self._idle_threads = [
                 TaskThread(f"reft-idle-{i}", cpu, is_idle=True) for i, cpu in enumerate(self._idle_cpus)
             ]
+        # Staged leaves: the forward pass may change them, so they are copied before it begins.
         for copy_aside in plan.at_mark:
             copy_aside()
         self._throttle.begin()
@@ -82,6 +88,7 @@ class CpuCopyEngine:
         if self._reads_done.is_set() or self._job is None:
             return
         began_s = self._clock()
+        # If `open` still waits for a slot, `open` raises now. This snapshot fails; training goes on.
         self._job.give_up()
         self._throttle.lift(Tier.FENCE)
         self._reads_done.wait()
@@ -117,6 +124,7 @@ class CpuCopyEngine:
             data = slot.data
             for offset, size in plan.save_plan.zeros if slot.is_new_layout else ():
                 data[offset : offset + size] = 0
+            # No forward pass changes these leaves, so they are copied aside only now.
             for copy_aside in plan.later:
                 copy_aside()
             self._copy(job, plan, data, digests)
@@ -173,6 +181,8 @@ class CpuCopyEngine:
                 self._throttle.abandon(paced_copy)  # other threads may be waiting for a gap
                 raise
 
+        # IDLE threads run only while no other thread wants their core, and copy only in gaps. Then
+        # BUSY threads copy beside training. Without idle threads, ALL threads do both.
         priorities = [Priority.BUSY if self._idle_threads else Priority.ALL] * len(self._threads)
         priorities += [Priority.IDLE] * len(self._idle_threads)
         calls = [partial(copy_paced, i, priority) for i, priority in enumerate(priorities)]
@@ -192,7 +202,9 @@ class CpuCopyEngine:
         measured = dict.fromkeys(Tier, (0, 0.0))
 
         def note(task: CopyTask, begin_s: float, end_s: float, in_one_phase: bool) -> None:
-            if in_one_phase:  # else the time also holds waits for the phase after the gap
+            # Only a task within one phase is measured. If the gap ends first, an idle thread loses
+            # its core, and the measured time holds that wait too.
+            if in_one_phase:
                 nbytes, seconds = measured[task.tier]
                 measured[task.tier] = nbytes + plan.weights[task.number], seconds + end_s - begin_s
             name = "chunks" if task.number < len(plan.tasks) else "parity"
@@ -201,6 +213,7 @@ class CpuCopyEngine:
             )
 
         self._run_tasks(job, plan, data, digests, thread, self._throttle.tasks(paced_copy, priority, note))
+        # The engine's rate is that of all threads together: this thread's rate times their number.
         for tier, (nbytes, seconds) in measured.items():
             self.copy_stats.moved(tier, nbytes * len(self._threads), seconds)
 
@@ -235,8 +248,8 @@ class CpuCopyEngine:
                 following ones columns. A task without a tier counts in the tier that training is
                 in.
         """
-        # This loop asks the slot for nothing: it holds the interpreter's lock, and training wants
-        # the lock.
+        # This loop calls no method of the slot. Each call would hold the interpreter's lock longer,
+        # and training wants the lock.
         counts = [0] * len(TIERS)
         part_tasks, data = len(plan.tasks), data[: plan.save_plan.data_bytes]
         for task, tier in tasks:
