@@ -88,7 +88,7 @@ class CpuCopyEngine:
         if self._reads_done.is_set() or self._job is None:
             return
         began_s = self._clock()
-        # If `open` still waits for a slot, `open` raises now. This snapshot fails; training goes on.
+        # If `open` still waits for a slot, `open` raises now. Only this snapshot fails.
         self._job.give_up()
         self._throttle.lift(Tier.FENCE)
         self._reads_done.wait()
