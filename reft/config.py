@@ -107,7 +107,7 @@ class Config:
         if self.load_transport not in ("gloo", "nccl"):
             raise ConfigError(f"load_transport is {self.load_transport!r}; it can be gloo or nccl.")
         if not 2 <= self.slots <= 16:
-            raise ConfigError(f"slots is {self.slots}; it can be 2 to 16.", "slots=3")
+            raise ConfigError(f"slots is {self.slots}; it can be 2 to 16.", "slots=3, or REFT_SLOTS=3")
         for name in ("attach_deadline_s", "rpc_deadline_s", "seal_deadline_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and below a million seconds.")
@@ -150,7 +150,9 @@ def _convert(name: str, kind: type, text: str) -> object:
             return parse_size(text)
         return kind(text)
     except ValueError as error:
-        raise ConfigError(f"REFT_{name.upper()} is {text!r}: {error}.") from error
+        kinds = {int: "a whole number", float: "a number", bool: "0 or 1"}
+        what = "a size such as 64MiB" if name.endswith("_bytes") else kinds.get(kind, kind.__name__)
+        raise ConfigError(f"REFT_{name.upper()} is {text!r}; it must be {what}.") from error
 
 
 def runtime_dir() -> Path:

@@ -11,8 +11,8 @@ import sys
 
 
 def say(text: str) -> None:
-    """Writes one line to stderr."""
-    print(f"[reft] {text}", file=sys.stderr, flush=True)
+    """Writes lines to stderr, each with the name of reft before it."""
+    print("\n".join(f"[reft] {line}" for line in text.split("\n")), file=sys.stderr, flush=True)
 
 
 class _Bare(logging.Handler):

@@ -34,6 +34,19 @@ class ReftError(Exception):
         self.hint = hint
 
 
+def remedy(error: BaseException) -> str:
+    """Returns the line with an error's remedy, after a line break. It is empty without a remedy.
+
+    A text that continues after the error's message puts this line at its end.
+    """
+    return f"\nFix: {error.hint}" if isinstance(error, ReftError) and error.hint else ""
+
+
+def message(error: BaseException) -> str:
+    """Returns the text of an error without its remedy."""
+    return error.message if isinstance(error, ReftError) else str(error)
+
+
 class ConfigError(ReftError):
     """A value from an argument, the environment or a file can't be used."""
 

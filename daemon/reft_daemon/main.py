@@ -75,7 +75,7 @@ def check_listen(settings: DaemonSettings) -> None:
     if not settings.listen:
         return
     host_text, _, port = settings.listen.rpartition(":")
-    if not port.isdigit() or (":" in host_text and not host_text.startswith("[")):
+    if ":" not in settings.listen or not port.isdigit() or (":" in host_text and not host_text.startswith("[")):
         raise ConfigError(
             f"--listen {settings.listen} is not HOST:PORT.",
             "e.g. --listen node7:29700; put an IPv6 address in brackets, e.g. [fd00::7]:29700",
@@ -85,7 +85,8 @@ def check_listen(settings: DaemonSettings) -> None:
             f"--listen {settings.listen} is reachable from other hosts, and there is no TLS.",
             "give --tls-cert, --tls-key and --tls-ca; on a network that you trust, --insecure is enough",
         )
-    remedy = f"give this node's own name, e.g. --listen {socket.getfqdn()}:{port}, or its IP address"
+    name = "node7" if rpc.is_loopback(socket.getfqdn()) else socket.getfqdn()
+    remedy = f"give this node's own name or IP address, e.g. --listen {name}:{port}"
     if settings.host in ("", "*", "0.0.0.0", "::"):
         raise ConfigError(f"--listen {settings.listen} names no address that other nodes can call.", remedy)
     if settings.host != "localhost" and not _is_number(settings.host) and rpc.is_loopback(settings.host):

@@ -1,6 +1,7 @@
 """Shows a recovery: a survey and a plan become a view; a view becomes lines or a document.
 
-Pure functions. The lines are for people, the document is for machines.
+A *survey* is what the daemons of a job answered. A *plan* says which version can be restored, and
+from where. All functions are pure. Lines are for people, the document is for machines.
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ class LostView:
     """One node that has lost slots. Sizes are in bytes.
 
     Attributes:
+        node: the node's name.
         ident: the node's id.
-        answers: whether the node's daemon answers; then only its slots are damaged.
+        ranks: the node's ranks that have no sealed slot of the version.
+        answers: whether the node's daemon answers and knows the job. Then the node lives, and only
+            the slots of `ranks` are missing or damaged.
         cells: the cells of which the node had shards.
         capsules: nodes that hold the capsules of the node's ranks.
+        data_bytes: size of the data in the slots of `ranks`; "slot_bytes" in the document.
         onto: address of the replacement; empty if none is named.
     """
 
@@ -68,7 +73,7 @@ class LostView:
     def read(self) -> tuple[tuple[str, int], ...]:
         """The bytes to read on each node over all cells, as (node, bytes).
 
-        A node that only gives a capsule has 0 bytes.
+        Bytes of capsules are not counted: a node that only gives a capsule has 0 bytes.
         """
         read_bytes = dict.fromkeys(self.capsules, 0)
         for cell in self.cells:
@@ -78,6 +83,7 @@ class LostView:
 
     @property
     def moved(self) -> int:
+        """Bytes that are read from other nodes to rebuild the slots; shown as "TO READ"."""
         return sum(nbytes for _, nbytes in self.read)
 
     @property
@@ -98,11 +104,13 @@ class RecoveryView:
     """A view of a job's possible recovery.
 
     Attributes:
-        outcome: whole (nothing is lost), recoverable, rebuilt, unrecoverable, or empty (no version
-            was ever whole).
+        outcome: "whole": no slot of `version` is lost. "recoverable": lost slots can be rebuilt.
+            "rebuilt": `recover --yes` has rebuilt them; reft/cli/recover.py sets this value.
+            "unrecoverable": no version can be restored. "empty": no version was ever whole.
         version: the version that would be restored.
         silent: names of the nodes that do not answer.
-        newer: why newer versions can't be restored; if none can, why no version can.
+        newer: sentences: why each version newer than `version` can't be restored. If `version` is
+            None, why no version can. Lines call them "lost", the document "missing".
     """
 
     job: str
@@ -124,7 +132,7 @@ def recovery_view(
         job: the job's name.
         job_survey: what the daemons hold.
         plan: made from the survey.
-        erased: (node, slot, version) of slots that were found damaged.
+        erased: (node, slot, version) of slots and capsules that failed their digests.
     """
     newer = tuple(_why_not(job_survey, plan, erased))
     silent, base = job_survey.silent, plan.base
@@ -153,6 +161,7 @@ def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
     placement, manifest = job_survey.placements[plan.base.epoch], job_survey.manifests[plan.base.epoch]
     lost_nodes = []
     for node in manifest.nodes:
+        # The plan names a capsule only for a rank without a sealed slot of the base: a lost rank.
         ranks = [rank for rank in node.ranks if rank in plan.capsules]
         if not ranks:
             continue
@@ -245,7 +254,7 @@ def _cell_line(cell: CellView) -> str:
 def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the document of `recover --json`, without schema_version.
 
-    The README documents its fields as a contract.
+    daemon/README.md documents its fields ("`recover`"). Programs rely on the names.
     """
     return {
         "job": view.job,

@@ -115,7 +115,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._poll_s = poll_s(settings.max_nodes)
         self._close_s = settings.timeout.close.total_seconds()
         self._round = -1  # the round in which our workers run
-        self._members: frozenset[Any] = frozenset()  # agents in that round
+        self._members: dict[Any, str] = {}  # agents in that round → name of their node
         self._last_line = ""
         self._reaper, self._is_reaper_current, self._warm = reaper, False, warm
         self._daemon = daemon
@@ -149,7 +149,8 @@ class ReftRendezvousHandler(RendezvousHandler):
             say("this node was a spare and was not needed: the job has ended.")
             raise SystemExit(0) from error
         self._round = self._holder.state.round
-        self._members = frozenset(self._holder.state.participants)
+        facts = self._holder.state.facts
+        self._members = {node: facts[node].name or str(node) for node in self._holder.state.participants}
         self._announce_round(self._holder.state)
         return info
 
@@ -219,7 +220,8 @@ class ReftRendezvousHandler(RendezvousHandler):
         """Returns how many nodes wait or are lost. torch restarts the workers if it is not 0."""
         round_members, reaction = self._signals.latest
         if round_members is not None and round_members is self._round_members and reaction.reason:
-            self._say(f"{reaction.reason} Workers restart now.")
+            names = {node.id: node.name for node in round_members.nodes}
+            self._say(f"node {names.get(reaction.node, reaction.node)}: {reaction.reason} Workers restart now.")
             return 1
         try:
             waiting = self._poller.look()
@@ -238,9 +240,9 @@ class ReftRendezvousHandler(RendezvousHandler):
         if state.round != self._round or self._node not in state.participants:
             self._say("the other nodes started a round without this node. Its workers stop and join the next round.")
             return 1
-        lost = self._members - set(state.participants)
+        lost = sorted(name for node, name in self._members.items() if node not in state.participants)
         if lost:
-            self._say(f"lost node: {', '.join(map(str, sorted(lost)))}. Workers restart now.")
+            self._say(f"lost node: {', '.join(lost)}. Workers restart now.")
         return len(lost)
 
     def _say(self, text: str) -> None:

@@ -82,11 +82,18 @@ def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
         return DaemonUnavailable(f"the daemon at {address} did not answer in time.", "look at its log; is it stopped?")
     if code is grpc.StatusCode.UNAVAILABLE:
         is_another_users = "Permission denied" in details and address.startswith("unix:")
-        remedy = "daemon, trainers and reft-cli are one user" if is_another_users else "start reft-daemon there"
+        remedy = "daemon, trainers and reft-cli must run as one user" if is_another_users else _start(address)
         # "failed to connect to all addresses; last error: CODE: ADDRESS: why"
         reason = details.partition("; last error: ")[2].split(": ", 2)[-1] or details
+        reason = reason.removeprefix("connect failed: ").removeprefix(f"addr: {address} error: ")
         return DaemonUnavailable(f"no daemon answers at {address}: {reason}.", remedy)
     return _ERROR_OF.get(code, AttachError)(details or f"the daemon at {address} failed: {code}.")
+
+
+def _start(address: str) -> str:
+    if address.startswith("unix:"):
+        return f"start reft-daemon --socket {address.removeprefix('unix:')} on this node, or correct REFT_DAEMON"
+    return f"start reft-daemon on {address.rpartition(':')[0]}, or correct the address"
 
 
 def check_address(address: str) -> str:

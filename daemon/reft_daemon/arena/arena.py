@@ -446,7 +446,8 @@ def lock_file(path: Path, what: str) -> int:
         holder = os.read(descriptor, 32).decode(errors="replace").strip()
         os.close(descriptor)
         raise AttachError(
-            f"another reft-daemon (pid {holder or 'unknown'}) holds the {what} {path.parent}.", "stop it"
+            f"another reft-daemon (pid {holder or 'unknown'}) holds the {what} {path.parent}.",
+            "use that daemon (reft-cli status), or start this one with another --socket and --dir",
         ) from error
     os.ftruncate(descriptor, 0)
     with contextlib.suppress(OSError):  # on a full disk the lock works without the pid, too

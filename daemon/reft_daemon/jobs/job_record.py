@@ -350,7 +350,9 @@ class JobRecord:
         """Raises StaleEpoch unless `epoch` is in force."""
         if messages.epoch_from(epoch) != self.epoch:
             raise StaleEpoch(
-                f"epoch {epoch.counter} of job {self.id} is over: a newer attach has taken the job (epoch {self.epoch.counter})."
+                f"job {self.id} was started again (epoch {self.epoch.counter}). This process belongs to the old start "
+                f"(epoch {epoch.counter}), and its steps are no longer kept.",
+                "end this process; the newer run goes on",
             )
 
     def report(self, request: pb.ReportRequest) -> None:
@@ -490,7 +492,8 @@ class JobRecord:
         lease.watch = None
         self.ended_s = time.monotonic()
         how = "closed" if lease.closed else "died"
-        log.info("job=%s rank=%d trainer pid=%d %s", self.id, rank, lease.process.pid, how)
+        level = logging.INFO if lease.closed else logging.WARNING
+        log.log(level, "job=%s rank=%d trainer pid=%d %s", self.id, rank, lease.process.pid, how)
         self._save_or_log()
         self.on_change(self)
         task = asyncio.ensure_future(self.seal_landed(rank))

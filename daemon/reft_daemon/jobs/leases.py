@@ -92,7 +92,7 @@ def refuse_living(job: str, leases: Mapping[int, Lease]) -> None:
 def _living_trainer_error(job: str, rank: int, lease: Lease) -> AlreadyAttached:
     return AlreadyAttached(
         f"rank {rank} of job {job} is trained by process {lease.process.pid}, which lives (last step {lease.step}).",
-        "end that run, or give this run another name with job= or REFT_JOB",
+        f"end that run (kill {lease.process.pid}), or give this run another name: REFT_JOB=NAME (torchrun: --rdzv-id=NAME)",
     )
 
 

@@ -236,8 +236,9 @@ class JobMonitor:
         for change in self._signal_log.due(now_s):
             member = self.detector.members[change.node]
             level = logging.INFO if change.after in (Signal.HEALTHY, Signal.COMPLETED) else logging.WARNING
-            log.log(level, "job=%s node=%s %s -> %s %s", self.job, member.name, change.before.name, change.after.name,
-                    member.reason)  # fmt: skip
+            reason = f": {member.reason}" if member.reason else ""
+            log.log(level, "job=%s node=%s %s -> %s%s", self.job, member.name, change.before.name, change.after.name,
+                    reason)  # fmt: skip
         if news:
             self._wake_listeners()
         if any(change.after.is_final for change in news):

@@ -38,7 +38,7 @@ from reft.client.snapshot.engine import CopyEngine
 from reft.client.snapshot.snapshotter import SnapshotCounts, Snapshotter
 from reft.console import say
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot
-from reft.errors import ReftError
+from reft.errors import ReftError, message, remedy
 from reft.wire.v1 import daemon_pb2 as pb
 
 log = logging.getLogger("reft")
@@ -70,7 +70,11 @@ class PlacementReviews:
         try:
             reviews = rank_group.gather_or_raise(lambda: {"misfits": misfits(snapshots)}, deadline_s=DEADLINE_S)
         except ReftError as error:
-            log.warning("reft no longer reviews its placement: %s Training and snapshots go on.", error)
+            log.warning(
+                "reft no longer reviews its placement: %s Training and snapshots go on.%s",
+                message(error),
+                remedy(error),
+            )
             rank_group.close()
             return snapshots
         if not any(rank["misfits"] for rank in reviews):
@@ -79,7 +83,11 @@ class PlacementReviews:
             return self._reattached(step, snapshots)
         except Exception as error:
             # No error of reft may stop training.
-            log.error("reft takes no more snapshots in this run: re-attach failed: %s Training goes on.", error)
+            log.error(
+                "reft takes no more snapshots in this run: re-attach failed: %s Training goes on.%s",
+                message(error),
+                remedy(error),
+            )
             self.close()
             return None
 

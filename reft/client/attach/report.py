@@ -49,9 +49,19 @@ def lost(job: str, job_survey: JobSurvey, plan: RecoveryPlan, erased: Iterable[t
         manifest = job_survey.manifests.get(epoch, pb.Manifest())
         places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
         parts += describe(shortfall, job_survey.placements.get(epoch), places)
-    parts += [f"{version} on node {names.get(node, node)} is damaged." for node, _, version in sorted(erased, key=str)]
+    damaged = sorted(erased, key=lambda each: (each[2].order, each[0]), reverse=True)
+    parts += [f"{version} on node {names.get(node, node)} is damaged." for node, _, version in damaged]
     parts += [f"Node {name} does not answer." for name in job_survey.silent]
     return f"job {job} had a whole version, but no version is whole now: {' '.join(parts) or 'no slots are left.'}"
+
+
+def lost_remedy(job: str, job_survey: JobSurvey) -> str:
+    """Returns the remedy if no version is whole now."""
+    purge = f"reft-cli purge {job} --yes, then start from your checkpoint"
+    if not job_survey.silent:
+        return purge
+    nodes = ", ".join(job_survey.silent)
+    return f"start {nodes} and its reft-daemon again with the old slots, then start the job; if that memory is gone: {purge}"
 
 
 def restored(
@@ -72,8 +82,9 @@ def restored(
             "the next snapshot protects it again."
         )
     for shortfall in plan.partial[:3]:
-        ranks = list(shortfall.ranks)[:8]
-        lines.append(f"{shortfall.version} was not used: ranks {ranks} do not hold it.")
+        ranks = ", ".join(map(str, shortfall.ranks[:8]))
+        who = f"rank {ranks} does" if len(shortfall.ranks) == 1 else f"ranks {ranks} do"
+        lines.append(f"{shortfall.version} was not used: {who} not hold it.")
     return lines
 
 

@@ -254,7 +254,7 @@ class Attachment:
         if base is None and not self._may_start_fresh():
             raise RestoreError(
                 report.lost(self.job.id, self.job_survey, self.plan, self.erased),
-                f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh",
+                report.lost_remedy(self.job.id, self.job_survey),
             )
         if base is None:
             self.restore_buffer.close()

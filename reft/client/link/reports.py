@@ -23,7 +23,7 @@ from reft.core.commit.lag_backoff import OutcomeDelays, backoff_interval
 from reft.core.commit.round import Outcome, StepAnswer, StepReport
 from reft.core.commit.snapshot_interval import SnapshotInterval
 from reft.core.commit.version import Epoch, Version
-from reft.errors import ReftError, StaleEpoch
+from reft.errors import ReftError, StaleEpoch, message, remedy
 from reft.failpoints import Failpoints
 from reft.wire import messages, rpc
 from reft.wire.local_socket import ReportConnection
@@ -179,8 +179,13 @@ class Reporter:
     def _note_error(self, error: ReftError) -> None:
         if self.is_fenced:
             return  # keep the fence: this process must never write again
-        if type(error) is not type(self.error):
-            log.warning("the round does not advance: %s Training goes on; the last whole snapshot stays.", error)
+        if isinstance(error, StaleEpoch):
+            log.error("rank %d: %s%s", self._rank, message(error), remedy(error))
+        elif type(error) is not type(self.error):
+            log.warning(
+                "rank %d: no snapshot becomes whole now: %s Training goes on. A failure now loses the steps after step "
+                "%d.%s", self._rank, message(error), self._outcome.whole, remedy(error),
+            )  # fmt: skip
         self.error = error
 
     def _take(self, reply: pb.LocalReply) -> None:

@@ -39,7 +39,8 @@ def live_tensors(
     if lines:
         raise LayoutChanged(
             "the snapshot is of another model or optimizer:\n  " + "\n  ".join(lines),
-            "start the job under another name, or delete the snapshots with reft-cli purge",
+            "start with the model of the snapshot; or use another name: REFT_JOB=NAME (torchrun: --rdzv-id=NAME); or delete "
+            "the snapshots: reft-cli purge JOB --yes",
         )
     return tensor_index.tensors
 

@@ -228,7 +228,7 @@ class Snapshotter:
         self.failpoints.hit("snapshot.begin", **self._facts(step))
         slot = self.reporter.wait_for(lambda: self._free_slot() or given_up.is_set())
         if isinstance(slot, bool):
-            raise ReftError("no slot may be reused: the round has not said that a newer step is whole.")
+            raise ReftError("all slots are in use: the daemons have not agreed yet that a newer step is whole.")
         save_plan = plan.save_plan
         slot.map.begin(Version(self.epoch, step), save_plan.digest, save_plan.table, save_plan.data_bytes)
         self._busy_slots.add(slot.index)
@@ -309,8 +309,8 @@ class Snapshotter:
         leaves = [leaf.name for cell in cells for leaf in self.placement.division.cells[cell].leaves]
         where = f"in {counted(len(leaves), 'leaf', 'leaves')} at most, e.g. {leaves[0]}"
         return (
-            f"ranks hold different bytes where they should be replicas: {where}. "
-            "Train them alike (DDP does), or attach with protect='none', and each rank keeps its own."
+            f"ranks hold different bytes where they should be replicas: {where}. No step becomes whole meanwhile."
+            "\nFix: wrap the model in DDP; if ranks shall differ, attach with protect='none'"
         )
 
     def _facts(self, step: int) -> dict[str, int]:
@@ -325,8 +325,9 @@ class Snapshotter:
     def _note_trouble(self, reason: str) -> None:
         """Logs when snapshots begin to fail, fail for another reason, or work again ("")."""
         if self._trouble_log.heard(reason, time.monotonic()):
-            message = f"skips snapshots: {reason} Training goes on." if reason else "takes snapshots again."
-            log.warning("rank %d %s", self.rank, message)
+            what, fix, remedy = reason.partition("\nFix: ")
+            text = f"skips snapshots: {what} Training goes on.{fix}{remedy}" if reason else "takes snapshots again."
+            log.warning("rank %d %s", self.rank, text)
 
     # Layout
 

@@ -44,7 +44,8 @@ class HostState:
                 hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             ):
                 raise ConfigError(
-                    f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict."
+                    f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict.",
+                    "pass an object with both, e.g. torchdata's StatefulDataLoader for a data loader",
                 )
 
     def capture(self, step: int) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Capsules: what must outlive a node beside coded blocks, and when a rank's answer counts.
+"""Decides which capsules a node owes, and when a "sealed" may enter the round.
+
+A node's memory may be lost. Shards on other nodes protect its cells, capsules protect the rest. A
+*holder* is one of the nodes that keep this node's capsules. *Keep* is the message to a holder. A
+step is *pending* if its answer does not count yet, although the rank has sealed the step.
 
     rank 3 ─ sealed(s) ─► owed to ──Keep──► node 5 ─ack─┐
                           each holder ─────► node 9 ─ack─┴─ all? ─► sealed(s) ─► the node's Round
@@ -14,15 +18,20 @@ Invariants
      a version older than a whole one is never restored.
   4. A holder drops a version only if a newer one is known to be whole, if its step is void, or if
      the decision in force excludes it. The decision's base is kept until a version of the new epoch
-     is whole.
+     is whole. One exception bounds memory: of a rank's undecided versions, a holder keeps only the
+     newest UNDECIDED_MAX. A sender that owes more breaks the round's limit.
+
+Two words differ here. The *round* decides a step: whole or void. A *decision* is the result of one
+attach: the new epoch, and the base, which is the version that training starts from.
 
 If a Keep or its acknowledgement is lost, the capsule stays owed. The node sends it again, and a
 holder that has it acknowledges again. A late or repeated acknowledgement changes nothing. If a
 capsule arrives after its step is decided, the holder acknowledges it without storing it. A Keep
 also carries the outcome that its sender knows. So a holder that is cut off from the coordinator
-knows which steps are whole, and never stores more undecided steps of a rank than the rank has
-slots. A restarted daemon has no record of acknowledgements: all sealed slots are owed again. The
-oldest step is sent first, so that a slow holder gets each of them in the end.
+knows which steps are whole, and drops old ones. A sender offers only steps that its slots hold. So
+a holder keeps few undecided steps of a rank. A restarted daemon has no record of acknowledgements:
+all sealed slots are owed again. The oldest step is sent first, so that a slow holder gets each of
+them in the end.
 
 One `CapsuleAcks` belongs to one epoch of one node, as does the `Round` beside it.
 """
@@ -36,7 +45,9 @@ from reft.core.commit.decision import Decision, counts
 from reft.core.commit.round import NO_DIGESTS, NOTHING, UNDECIDED_MAX, Digests, Outcome, StepReport
 from reft.core.commit.version import Version
 
-DIGESTS_MAX = 8 << 20  # bytes of digests in one capsule: a million chunks
+# Bytes of chunk digests that travel beside one capsule (CapsuleRecord): a million chunks. The
+# digests below are other ones: those of whole cells, which the round compares.
+DIGESTS_MAX = 8 << 20
 
 
 @dataclass
@@ -50,8 +61,8 @@ class CapsuleAcks:
     holders: tuple[int, ...]
     _outcome: Outcome = field(default_factory=Outcome)
     _reports: dict[int, StepReport] = field(default_factory=dict)
-    # rank → sealed step → holders that have not acknowledged the capsule; an empty set: the answer
-    # counts
+    # rank → sealed step → holders that have not acknowledged the capsule. An empty set: all have,
+    # so "sealed" counts. No entry: the capsule is not owed, and "sealed" does not count.
     _unacknowledged: dict[int, dict[int, set[int]]] = field(default_factory=dict)
     _digests: dict[int, dict[int, Mapping[int, int]]] = field(default_factory=dict)
 
@@ -67,6 +78,7 @@ class CapsuleAcks:
         """
         self._reports[rank] = self._reports.get(rank, NOTHING).merge(report).without_decided(self._outcome)
         unacknowledged, digests_of_rank = self._unacknowledged.setdefault(rank, {}), self._digests.setdefault(rank, {})
+        # Left out: steps that the rank answered otherwise before, and steps that are decided.
         for step in self._reports[rank].sealed & report.sealed:
             if step not in unacknowledged:
                 unacknowledged[step] = set(self.holders)
@@ -104,9 +116,10 @@ class CapsuleAcks:
         return reports
 
     def forget(self, rank: int, step: int) -> None:
-        """Stops sending the capsule of a step.
+        """Stops sending the capsule of a step: no undamaged slot of the rank holds the step now.
 
-        The rank's slots no longer hold the step. The step stays pending.
+        The step stays pending, because too few nodes have the capsule. If the rank reports the step
+        as sealed again, the capsule is owed again. Once the step is decided, nothing is owed.
         """
         self._unacknowledged.get(rank, {}).pop(step, None)
         self._digests.get(rank, {}).pop(step, None)

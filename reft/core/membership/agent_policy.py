@@ -27,10 +27,12 @@ class AgentReaction:
     Attributes:
         lost: homes of nodes to remove from the round.
         reason: why the workers restart, in words; empty if they continue.
+        node: home of the node that the reason is about.
     """
 
     lost: frozenset[str] = frozenset()
     reason: str = ""
+    node: str = ""
 
 
 def react(own: str, reports: Iterable[NodeReport]) -> AgentReaction:
@@ -38,4 +40,4 @@ def react(own: str, reports: Iterable[NodeReport]) -> AgentReaction:
     bad = [report for report in reports if report.node != own and report.signal in (Signal.UNHEALTHY, Signal.OFFLINE)]
     lost = frozenset(report.node for report in bad if report.signal is Signal.OFFLINE)
     worst = max(bad, key=lambda report: report.signal, default=None)
-    return AgentReaction(lost, f"{worst.signal.name}: {worst.reason}" if worst else "")
+    return AgentReaction(lost, f"{worst.signal.name}: {worst.reason}", worst.node) if worst else AgentReaction()

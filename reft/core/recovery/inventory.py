@@ -5,11 +5,15 @@ It tells which history is in force, and how its nodes are named.
     one NodeInventory a node ─► Inventory ─► histories ─► one: recovery.plan
       that answered                          in force  └► several: a person must choose
 
+A *manifest* lists the nodes and ranks of one attach. A *decision* is the result of one attach: its
+epoch, and the base, which is the version that training starts from. A *history* is a decision and
+the versions that count under it. The decision that no other one outranks is *in force*.
+
 Invariants
   1. The same inventories give the same answers on every rank. The order of the nodes does not
      matter.
-  2. A node that holds another job of the same name does not count for this job. Its manifest has
-     another token.
+  2. A job has a random token, which each later manifest keeps. A node whose manifest has another
+     token holds another job of the same name. It does not count for this job.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class ManifestFacts:
     Attributes:
         token: token of the job.
         members: the nodes of the job.
-        history: failures and training time of the job, up to when the manifest was made.
+        history: failures and training time of the job until the manifest was made.
     """
 
     token: bytes
@@ -90,9 +94,9 @@ class Inventory:
         manifests: epoch → the manifest that its versions were written under, if any node has that
             manifest.
         silent: names of nodes of the newest manifest that did not answer.
-        before: what the same attach found earlier, before it announced a decision whose base could
-            not be loaded. Nothing was written under that decision, so it ends no history. The
-            decision in force before it still says which versions count.
+        before: the inventory of the first try of this attach; None in the first try. A later try
+            follows if the first base turned out damaged. The first try's decision wrote nothing.
+            So `before` says which history is in force.
     """
 
     reports: Mapping[str, NodeInventory]
@@ -114,10 +118,13 @@ class Inventory:
     def histories(self) -> list[Decision]:
         """Returns the decisions in force; several if the job continued in more than one history.
 
-        The first one counts.
+        attach and `reft-cli recover` refuse several: see `refuse_rivals`. `reft-cli status` shows
+        the first one.
         """
         if self.before is not None:
             return self.before.histories
+        # Members are the nodes of a manifest that still hold the same job, shown by its token.
+        # lineage needs them to see whether a decision reached all its nodes.
         known = {node: self.manifests.get(each.epoch) for node, each in self.decisions.items()}
         tokens = {node: manifest.token for node, manifest in known.items() if manifest is not None}
         members = {
@@ -181,13 +188,17 @@ class Inventory:
 
     @property
     def history(self) -> FailureHistory:
-        """Returns failures and training time of the job, the epoch in force included."""
+        """Returns failures and training time of the job, the epoch in force included.
+
+        Not one of `histories`: those are decisions.
+        """
         if self.before is not None:
             return self.before.history
         decision = self.decision
         if decision is None or decision.epoch not in self.manifests:
             return FailureHistory()
         last = [self.reports[node] for node, each in self.decisions.items() if each.epoch == decision.epoch]
+        # A silent node may have failed and can't say so. So it counts as a failure.
         has_failed = bool(self.silent) or any(each.failed for each in last)
         return self.manifests[decision.epoch].history.after(max(each.trained_s for each in last), has_failed)
 
@@ -219,13 +230,19 @@ class Inventory:
         return {self.names[node]: self.nodes[node].domain or f"node {self.names[node]}" for node in self.decisions}
 
     def nodes_of(self, unit: str) -> list[str]:
-        """Returns the nodes that have this name or failure domain; empty if there are none."""
+        """Returns the names of the nodes that `unit` means; empty if there are none.
+
+        A unit is the name of a node or of a failure domain, as `--what-if lose=UNIT` gives it.
+        """
         return [name for ident, name in self.names.items() if unit in (name, self.nodes[ident].domain)]
 
     def absent_nodes(self, here: Collection[str]) -> list[str]:
-        """Returns the ids of manifests' nodes that are not in `here` and did not answer.
+        """Returns the ids of the nodes that a manifest names and that are missing.
 
-        Such nodes may still hold slots or capsules.
+        Missing nodes did not answer, and are not in `here`. They may still hold slots or capsules.
+
+        Args:
+            here: ids of the nodes that take part in this attach; empty for `reft-cli`.
         """
         named = {member.id for manifest in self.manifests.values() for member in manifest.members}
         return sorted(named - set(here) - set(self.reports))

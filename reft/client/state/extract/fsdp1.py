@@ -2,15 +2,17 @@
 
     flat parameter   | w                | b    | pad |
     ranks                0     |     1     |    2
-    use_orig_params=False    one leaf, "layer._flat_param", a slice of the flat parameter
+    use_orig_params=False    one leaf, "layer._flat_param": the rank's slice, padding included
     use_orig_params=True     one leaf for each parameter and rank, a slice of w.flatten():
-                             rank 1 has w[k:] and b[:j]
+                             rank 1 has the end of w.flatten() and the beginning of b.flatten()
 
 Invariants
-  1. reft saves `_local_shard`, which stays in place. The parameters of modules and optimizers point
-     elsewhere during forward and backward.
-  2. A parameter without elements on this rank never gets a gradient, so it has no state.
-  3. NO_SHARD keeps whole parameters in the modules, so this code ignores it.
+  1. reft saves `_local_shard`, whose memory stays in place. During forward and backward the
+     parameters of modules and optimizers may point to gathered memory instead.
+  2. A parameter without elements on this rank is yielded with an empty slice. It never gets a
+     gradient, so most optimizers make no state for it.
+  3. NO_SHARD keeps whole parameters in the modules. ModuleExtractor saves them as usual, so this
+     code ignores NO_SHARD.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ class ShardedFlatParameter(NamedTuple):
     """One flat parameter.
 
     Attributes:
-        place, key: `place[key]` is the sharded memory, None before the first forward.
-        shard: 1-D, this rank's slice.
-        pieces: the pieces of parameters in the shard; their names lack the prefix.
-        slots: (id of a module's _parameters, key) of all parameters that it replaces.
+        place, key: `place[key]` is the local memory; None before the first forward.
+        shard: FSDP's shard: this rank's slice, 1-D. Not a shard of reft's code.
+        pieces: the pieces of parameters in that slice. Their names start with the wrapper's path,
+            without the model's prefix ("model.0").
+        slots: the entries that it replaces, as (id of a module's _parameters, key). Not a snapshot
+            slot.
     """
 
     place: Mapping[str, Any]
@@ -55,7 +59,9 @@ def flat_parameters(parts: Parts) -> Iterator[ShardedFlatParameter]:
             continue
         flat = handle.flat_param
         shard = vars(flat).get("_local_shard")
+        # The first forward sets _local_shard to flat.data. Before that, flat.data is the slice.
         memory = flat.data if shard is None else shard
+        # The path inside the model. ModuleExtractor later puts the model's prefix before the name.
         prefix = f"{path}." if path else ""
         if flat._params is None:
             pieces = [_whole(f"{prefix}_flat_param", handle, memory)]
@@ -68,6 +74,7 @@ def flat_parameters(parts: Parts) -> Iterator[ShardedFlatParameter]:
 
 
 def _whole(name: str, handle: Any, shard: torch.Tensor) -> NamedParameter:
+    """Returns the whole slice as one parameter. All ranks' slices are equally long, with padding."""
     size = shard.numel()
     return NamedParameter(name, handle.flat_param, shard, Region((size * handle.world_size,), (size * handle.rank,)))
 
@@ -77,6 +84,7 @@ def _pieces(prefix: str, flat: Any, shard: torch.Tensor) -> Iterator[NamedParame
     infos = zip(flat._params, flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
     for parameter, name, shape, info in infos:
         whole = shape.numel()
+        # Not in the shard: an empty region at the end of the parameter.
         first = info.intra_param_start_idx if info.in_shard else whole
         begin, size = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
         yield NamedParameter(f"{prefix}{name}", parameter, shard[begin : begin + size], Region((whole,), (first,)))

@@ -1,4 +1,4 @@
-"""Wraps one method of one object with an instance attribute that hides the class's method."""
+"""Wraps one method of one object with an instance attribute that hides the earlier method."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from typing import Any
 class WrappedMethod:
     """Runs reft's code around each call of one method of one object.
 
-    The attribute is a bound method with the attributes of the hidden method. torch's LR schedulers
-    read `step.__func__` and `step._wrapped_by_lr_sched`. A scheduler may keep the function for
-    ever, so `remove` makes the function drop its reference to the object.
+    The *hidden method* is what a call ran before: an instance attribute, else the class's method.
+    The attribute is a bound method and copies the attributes of the hidden method. torch's LR
+    schedulers need both. They wrap `step.__func__`, which a plain function lacks. They read the
+    mark `step._wrapped_by_lr_sched`, wrap no step twice, and warn if the mark is gone.
+
+    An LR scheduler may keep `wrapper` for ever. `wrapper` refers to this WrappedMethod, which
+    refers to the owner. So `remove` clears this reference; else the optimizer is never freed.
 
     Args:
         owner: the object that has the method.
         method: the name of the method.
-        around: called with the object, the hidden method bound to the object, and the arguments.
+        around: runs instead of the method, and returns its result. Gets the object, the hidden
+            method bound to the object, and the arguments of the call.
     """
 
     def __init__(self, owner: Any, method: str, around: Callable[..., Any]) -> None:
         self._owner, self._method = owner, method
         self._around: Callable[..., Any] | None = around
-        hidden = self._hidden = vars(owner).get(method)  # another wrapper, e.g. of an LR scheduler
+        hidden = self._hidden = vars(owner).get(method)  # None: only the class has it
 
         @functools.wraps(getattr(type(owner), method) if hidden is None else getattr(hidden, "__func__", hidden))
         def wrapper(instance: Any, *arguments: Any, **keywords: Any) -> Any:
+            # The class's method is read at each call: torch may replace it later. `instance` is not
+            # always `owner`: other code may bind `__func__` to another object.
             call = MethodType(getattr(type(instance), method), instance) if hidden is None else hidden
             if self._around is None:
                 return call(*arguments, **keywords)
@@ -39,7 +46,8 @@ class WrappedMethod:
     def remove(self) -> None:
         """Puts the hidden method back.
 
-        If other code wrapped the method again, the wrapper stays and only passes calls on.
+        If other code wrapped the method again, that code still calls `wrapper`. Then `wrapper` is
+        not removed, and calls the hidden method without reft's code.
         """
         owner, attribute = self._owner, self._attribute
         self._owner = self._around = self._attribute = None
@@ -52,9 +60,10 @@ class WrappedMethod:
 
 
 def between(before: Callable[..., None], after: Callable[..., None]) -> Callable[..., Any]:
-    """Returns an `around` for `WrappedMethod`.
+    """Returns an `around` for `WrappedMethod`: the method runs between `before` and `after`.
 
-    The function calls `before()`, the method, and then `after(owner)`.
+    The function calls `before()`, the method, and then `after(owner)`. If the method raises,
+    `after` is not called. Both are those of `Extractor.hook`, in registry.py.
     """
 
     def around(owner: Any, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
