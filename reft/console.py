@@ -1,7 +1,7 @@
-"""Messages on stderr for the person who started the job; torchrun shows no other log.
+"""Messages on stderr for the user that started the job.
 
-If the script configures no logging, Python prints warnings without a name. Then nobody could tell
-that "rank 0 skips snapshots" comes from reft, so reft adds the name.
+torchrun shows no other log. If the script configures no logging, Python prints warnings without a
+name. Then nobody could tell that "rank 0 skips snapshots" comes from reft, so reft adds the name.
 """
 
 from __future__ import annotations

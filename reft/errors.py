@@ -55,7 +55,7 @@ class LayoutChanged(AttachError):
 
 
 class UnsupportedState(AttachError):
-    """A part of the state can't be stored as bytes; the message has the key path."""
+    """A part of the state can't be stored as bytes. The message has the key path."""
 
 
 class NoRoom(AttachError):

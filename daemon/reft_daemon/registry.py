@@ -1,6 +1,7 @@
-"""The jobs of this daemon, and what the daemon does with them on its own.
+"""The jobs of this daemon, and the daemon's work on them without a request.
 
-On its own it takes over old jobs, expires ended ones, and drops ended ones when memory is short.
+Without a request it takes over old jobs, expires ended ones, and drops ended ones when memory is
+short.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Registry:
         return self.jobs[name]
 
     async def decide(self, request: pb.DecideRequest) -> None:
-        """Takes the decision of a new attach, and creates the job if it is new here.
+        """Takes the decision of a new attach. It creates the job if the job is new here.
 
         Raises:
             ConfigError, FormatError: the manifest contradicts itself.
@@ -237,9 +238,10 @@ class Registry:
         return job.free()
 
     async def expire_for_ever(self, idle_exit_s: float) -> None:
-        """Drops jobs whose time to live is over, until this daemon has been idle for `idle_exit_s`.
+        """Drops jobs whose time to live is over.
 
-        With `idle_exit_s` 0 it never returns.
+        It returns when this daemon has been idle for `idle_exit_s`. With `idle_exit_s` 0 it never
+        returns.
         """
         while True:
             now = time.monotonic()

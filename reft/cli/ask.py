@@ -1,4 +1,4 @@
-"""Calls one method of a daemon, and turns gRPC errors into errors of the command line."""
+"""Calls one method of a daemon. It turns gRPC errors into errors of the command line."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
 @json_option
 @daemon_option
 def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: str | None) -> None:
-    """Shows what JOB has lost; with --yes rebuilds it.
+    """Shows the losses of JOB, and rebuilds them with --yes.
 
     End all trainers of JOB first. A plain restart of JOB does not need this command: it finds lost
     nodes by itself. This command rebuilds the lost slots before the restart.
@@ -198,7 +198,7 @@ def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: s
 @json_option
 @daemon_option
 def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
-    """Frees what this node's daemon holds of JOB.
+    """Frees everything that this node's daemon holds of JOB.
 
     The snapshots of JOB on this node are lost. JOB must not be training. Run it on every node of
     JOB.

@@ -52,7 +52,7 @@ class RecoverCommand:
     _local: pb.HelloReply | None = None
 
     def look(self) -> tuple[RecoveryView, RecoveryPlan]:
-        """Returns what is held now, and the plan.
+        """Returns a view of the current holdings, and the plan.
 
         Raises:
             AttachError: trainers of the job live, or the job has two histories.

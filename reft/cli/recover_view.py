@@ -66,7 +66,10 @@ class LostView:
 
     @property
     def read(self) -> tuple[tuple[str, int], ...]:
-        """(node, bytes to read there) over all cells; 0 bytes if the node only gives a capsule."""
+        """The bytes to read on each node over all cells, as (node, bytes).
+
+        A node that only gives a capsule has 0 bytes.
+        """
         read_bytes = dict.fromkeys(self.capsules, 0)
         for cell in self.cells:
             for name, nbytes in cell.read:
@@ -92,7 +95,7 @@ class LostView:
 
 @dataclass(frozen=True)
 class RecoveryView:
-    """What can be recovered of a job.
+    """A view of a job's possible recovery.
 
     Attributes:
         outcome: whole (nothing is lost), recoverable, rebuilt, unrecoverable, or empty (no version

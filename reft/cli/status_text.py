@@ -49,7 +49,10 @@ def job_lines(job: JobView) -> list[str]:
 
 
 def protection_lines(job: JobView) -> list[str]:
-    """Returns how well the job is protected now, by which codes, and what is not protected."""
+    """Returns lines about the job's protection now.
+
+    They tell how good the protection is, by which codes, and which parts lack it.
+    """
     protection = job.protection
     if protection is None:
         return []

@@ -1,4 +1,4 @@
-"""Collects what all daemons of a job hold, by asking one of them.
+"""Collects the holdings of all daemons of a job, by asking one of them.
 
 The calls block. The conclusions are pure functions (`reft.wire.inventory`).
 """

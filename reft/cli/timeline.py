@@ -30,7 +30,7 @@ class CollectedTraces:
 
 
 def collect(address: str, job: str, rank: int | None) -> CollectedTraces:
-    """Collects a trace from every living trainer of the job on this node, or from one rank.
+    """Collects traces of the job's living trainers on this node, or of one rank.
 
     Raises:
         ReftError: the daemon does not answer, holds no such job, or no trainer gives a trace.

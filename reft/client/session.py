@@ -420,11 +420,11 @@ class Session:
         }
 
     def overhead(self) -> OverheadEstimate | None:
-        """Returns the total cost of snapshots, as a share of training time with a 95 % interval.
+        """Returns the total cost of snapshots, as a share of training time.
 
-        The estimate needs control steps, which are steps without a snapshot. Only `every="auto"`
-        has control steps. None until there are enough: to see 0.1 % under 2 % of noise takes
-        thousands of steps.
+        The cost comes with a 95 % interval. The estimate needs control steps, which are steps
+        without a snapshot. Only `every="auto"` has control steps. None until there are enough: to
+        see 0.1 % under 2 % of noise takes thousands of steps.
         """
         return self._cadence.overhead() if self._cadence else None
 

@@ -1,1 +1,4 @@
-"""What reft decides: pure functions and state machines. No clock, thread, socket, file or torch."""
+"""The decisions of reft, as pure functions and state machines.
+
+No clock, thread, socket, file or torch.
+"""

@@ -20,5 +20,8 @@ def every(number: int, noun: str) -> str:
 
 
 def more(number: int, noun: str, plural: str = "") -> str:
-    """Returns what follows the first named item: " and 2 more cells"; "" if `number` is 0."""
+    """Returns the words after the first named item, as in " and 2 more cells".
+
+    It returns "" if `number` is 0.
+    """
     return f" and {number} more {noun if number == 1 else plural or noun + 's'}" if number else ""

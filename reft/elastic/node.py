@@ -1,4 +1,7 @@
-"""Finds or starts this node's daemon, and collects what the agent tells the other agents."""
+"""Finds or starts this node's daemon.
+
+It also collects the facts that the agent tells the other agents.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,10 @@ def own_host(endpoint: str) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Returns this machine's source address for a route to `host`; empty if there is no route."""
+    """Returns this machine's source address for a route to `host`.
+
+    It is empty if there is no route.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -119,10 +125,11 @@ def _address_towards(host: str) -> str:
 
 
 def free_under_slurm(address: str, job: str) -> None:
-    """Frees the slots of a job that ended without failure, if the job runs under Slurm.
+    """Frees the slots of a job that ended without failure.
 
-    Slurm kills the daemon together with the agent's step or batch script. A killed daemon can't
-    free the slots later, and they would fill /dev/shm for the next user.
+    It does so if the job runs under Slurm. Slurm kills the daemon together with the agent's step or
+    batch script. A killed daemon can't free the slots later, and they would fill /dev/shm for the
+    next user.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return

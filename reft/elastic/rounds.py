@@ -59,7 +59,10 @@ IsGone = Callable[[AgentFacts, float], bool]
 
 
 def poll_s(max_nodes: int) -> float:
-    """Returns how often an agent of a job with `max_nodes` nodes reads the state, in seconds."""
+    """Returns the seconds between an agent's reads of the state.
+
+    The agent's job has `max_nodes` nodes.
+    """
     return min(POLL_S + POLL_S_PER_NODE * max_nodes, POLL_MAX_S)
 
 
@@ -149,7 +152,7 @@ class StateHolder(_RendezvousStateHolder):
         return bool(self.sync())
 
     def leave(self) -> None:
-        """Removes this node from the shared state, so that the next launch need not wait for it."""
+        """Removes this node from the shared state. The next launch then need not wait for it."""
         self.sync(fresh=True)
         while self._node in self._state.everyone():
             self._state.drop(self._node)

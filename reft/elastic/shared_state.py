@@ -21,7 +21,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class AgentFacts:
-    """What an agent tells the other agents of its node when it joins.
+    """The facts about its node that a joining agent tells the other agents.
 
     Attributes:
         process: of the agent, see `reft.wire.process.mark_of`; empty if unknown.

@@ -1,4 +1,4 @@
-"""Asks the store in a thread while workers run, so that the agent can react to signals meanwhile.
+"""Asks the store in a thread while workers run. The agent can then react to signals meanwhile.
 
     agent's loop, ten times a second ─► look ─► thread ─► torch's question ─► store
             ▲  signals, as flags         │ the answer; None until there is one
@@ -54,7 +54,9 @@ class StorePoller:
         return answered.result()
 
     def settle(self, patience_s: float | None = None) -> bool:
-        """Waits for the end of a pending question and drops its answer; False if that takes longer.
+        """Waits for the end of a pending question and drops its answer.
+
+        The result is False if that takes longer.
 
         Args:
             patience_s: the longest wait; None: no limit.

@@ -29,7 +29,7 @@ TESTED = Tested("accelerate", "1.15.0")
 
 
 class Batches:
-    """The batches of a data loader, over endless epochs, as an iterator that can be restored.
+    """The batches of a data loader, as an iterator that can be restored. Its epochs are endless.
 
     Args:
         loader: what `accelerator.prepare` returned, or any loader of a map-style data set.

@@ -1,4 +1,7 @@
-"""Checks that a trainer has what its adapter reads, and that no job restores itself."""
+"""Checks that a trainer has the parts that its adapter reads.
+
+It also checks that no job restores itself.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Position:
         self._metrics = {name: value.detach().cpu() for name, value in self._trainer.callback_metrics.items()}
 
     def note_epoch(self) -> None:
-        """Stores the loops at the end of an epoch, with the counters of the next epoch."""
+        """Stores the loops at the end of an epoch. They have the counters of the next epoch."""
         loop = self._trainer.fit_loop.epoch_loop
         for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
             progress.reset_on_run()
@@ -103,7 +103,7 @@ class Position:
         self.is_held = True
 
     def put_back(self) -> None:
-        """Restores what Lightning resets between the start of fit and the start of training."""
+        """Restores the values that Lightning resets between fit's and training's start."""
         self._trainer.should_stop |= self._stops
         device = self._trainer.strategy.root_device
         self._trainer._logger_connector._callback_metrics.update(
@@ -194,7 +194,7 @@ class _Fit:
     # Marks
 
     def begin(self) -> None:
-        """Restores what Lightning has reset, when training begins."""
+        """Restores the values that Lightning has reset, when training begins."""
         if self._position.is_held:
             self._position.put_back()
 
@@ -341,7 +341,7 @@ def _savers(trainer: Any) -> list[Any]:
 
 
 def _gaps(trainer: Any) -> list[str]:
-    """Returns what a restart would not restore exactly, as sentences."""
+    """Returns the parts that a restart would not restore exactly, as sentences."""
     gaps = [
         f"what {type(each).__name__}.on_save_checkpoint adds to a checkpoint. Keep it in a buffer, in the state_dict of a "
         "callback, or in an object that you pass as ReftCallback(state={...})."

@@ -325,7 +325,7 @@ def _check(trainer: Any) -> None:
 
 
 def _gaps(trainer: Any) -> list[str]:
-    """Returns what of the data position a restart would not restore exactly, as sentences."""
+    """Returns the data position's parts that a restart would not restore exactly, as sentences."""
     args, loader, gaps = trainer.args, trainer.callback_handler.train_dataloader, []
     if args.ignore_data_skip:
         gaps.append(

@@ -1,1 +1,1 @@
-"""Defines what reft sends and stores: messages and formats. No torch, no decisions."""
+"""Defines the messages and formats that reft sends and stores. No torch, no decisions."""

@@ -138,7 +138,7 @@ class JobSurvey:
         }
 
     def protection(self) -> tuple[Protection, LossAnalysis | None] | None:
-        """Returns what the state survives now; nodes have the names of `names`."""
+        """Returns the losses that the state survives now. The nodes have the names of `names`."""
         held = [replace(slot, node=self.names[slot.node]) for slot in self.held]
         copies = [replace(copy, node=self.names[copy.node]) for copy in self.copies]
         return protection(held, copies, self.placements, self.decision, self.inventory.domains)

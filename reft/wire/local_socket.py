@@ -1,4 +1,6 @@
-"""The local socket carries messages of a trainer or an agent to its own daemon, beside gRPC.
+"""The local socket connects a trainer or an agent to its own daemon.
+
+It carries messages beside gRPC.
 
     trainer, agent                                       daemon
       LocalRequest: report ───────────────────────────►    takes the report in
@@ -91,7 +93,7 @@ class FrameReader:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Returns pid and uid of the other end; pid 0 if it has none in this pid namespace."""
+    """Returns pid and uid of the other end. The pid is 0 if it has none in this pid namespace."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid

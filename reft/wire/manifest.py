@@ -22,7 +22,9 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 def layouts_of(manifest: pb.Manifest) -> tuple[ManifestLayouts, list[int]]:
-    """Returns the distinct layouts predicted at attach, and for each rank the index of its own.
+    """Returns the distinct layouts predicted at attach.
+
+    The second value is the index of each rank's layout.
 
     Raises:
         FormatError: a table can't be read, or a rank has none.
@@ -49,7 +51,7 @@ def holders_of_mismatched(manifest: pb.Manifest) -> list[tuple[str, list[int]]]:
 
 
 def domains_of(manifest: pb.Manifest) -> list[int]:
-    """Returns the failure domain of every rank, numbered from 0 in the order of the nodes.
+    """Returns the failure domain of every rank. Numbers begin at 0, in the order of the nodes.
 
     Raises:
         FormatError: a rank lies on no node, or on two.

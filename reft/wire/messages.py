@@ -253,7 +253,7 @@ def leaf_from(entry: pb.LeafEntry) -> Leaf:
 
 
 def table_from(data: bytes) -> Layout:
-    """Returns the layout of a leaf table; offsets of leaves that are not UNREPLICATED are 0.
+    """Returns the layout of a leaf table. Offsets of leaves that are not UNREPLICATED are 0.
 
     Raises:
         FormatError: the bytes are no leaf table, or an UNREPLICATED leaf lies outside the data.

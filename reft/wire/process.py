@@ -1,4 +1,4 @@
-"""Identifies a process by its pid and its start time, so that a later process is never meant."""
+"""Identifies a process by its pid and start time. A later process with that pid is never meant."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Makes the request to rebuild slots of lost ranks, and the leaf tables of these slots.
+"""Makes the request to rebuild slots of lost ranks.
 
-A leaf table is the one that the rank's trainer would have written.
+It also makes the leaf tables of these slots. A leaf table is the one that the rank's trainer would
+have written.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def layout_mark(table: bytes) -> bytes:
 def rebuild_request(
     job_survey: JobSurvey, plan: RecoveryPlan, ranks: Sequence[int], addresses: Mapping[str, Sequence[str]]
 ) -> pb.RebuildRequest:
-    """Returns the request for the slots of some lost ranks, from a plan with a base.
+    """Returns the request for some lost ranks' slots, from a plan with a base.
 
     Args:
         job_survey: the survey that the plan was made from.

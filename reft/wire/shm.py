@@ -24,7 +24,10 @@ _MAP_FIXED = 0x10  # the same on all of Linux; Python has no name for it
 
 
 def huge_bytes() -> int:
-    """Returns the bytes of a huge page; of a small one if this kernel has none."""
+    """Returns the bytes of a huge page.
+
+    These are the bytes of a small page if this kernel has no huge ones.
+    """
     try:
         return int(_SIZE.read_text())
     except OSError:
@@ -63,9 +66,10 @@ def map_file(descriptor: int, nbytes: int) -> tuple[mmap.mmap, npt.NDArray[np.ui
 
 
 def advise(pages: npt.NDArray[np.uint8], advice: int) -> int:
-    """Gives the kernel advice on memory that begins at a page; returns 0, or the errno.
+    """Gives the kernel advice on memory that begins at a page.
 
-    mmap.madvise is not used: it holds the interpreter's lock during the kernel's work.
+    The result is 0, or the errno. mmap.madvise is not used: it holds the interpreter's lock during
+    the kernel's work.
     """
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -66,7 +66,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Geometry:
-    """The offsets and sizes of a slot's parts in bytes; fixed when the slot is created."""
+    """The offsets and sizes of a slot's parts in bytes. They are fixed when the slot is created."""
 
     table_capacity: int
     data_capacity: int
@@ -250,10 +250,10 @@ class SlotMap:
         return self._slot[geometry.digests_offset :][: 8 * geometry.chunks].view("<u8")
 
     def read(self, begin: int, out: Bytes) -> None:
-        """Copies the data from `begin` on into uint8 [n]; from the file if there is one.
+        """Copies the data from `begin` on into uint8 [n].
 
-        Reading the file maps no page. If the memory of a page has failed, reading gives an error;
-        touching it would end the process.
+        It reads the file if there is one. Reading the file maps no page. If the memory of a page
+        has failed, reading gives an error; touching it would end the process.
 
         Raises:
             FormatError: the file ends too early, or can't be read.

@@ -1,4 +1,4 @@
-"""Serves the timeline of a living trainer on a socket of its own, without a call of training's.
+"""Serves the timeline of a living trainer on a socket of its own. Training makes no call for it.
 
     reft-cli timeline ─► Status: rank, pid, epoch ─► @reft-timeline-UID-PID ─► JSON to the end
 

@@ -31,6 +31,7 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
 MOST_LINES_A_FILE = 800  # split a file by subject, not at this number
 MOST_LINES_A_FUNCTION = 60
+MOST_WORDS_A_FIRST_SENTENCE = 15  # a word has a letter or digit
 
 # path prefix → the rules (names of functions) that do not hold there
 EXCEPTIONS: dict[str, set[str]] = {
@@ -38,6 +39,8 @@ EXCEPTIONS: dict[str, set[str]] = {
     "reft/elastic/": {"environment"},  # sets variables for its workers
 }
 
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+SENTENCE_END = re.compile(r"(?<=[.!?:])\s|\n\s*\n")
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -65,6 +68,23 @@ def functions(text: str) -> list[str]:
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MOST_LINES_A_FUNCTION:
                 violations.append(f"{node.lineno}: {node.name} has {lines} lines, at most {MOST_LINES_A_FUNCTION}")
+    return violations
+
+
+def first_sentence(text: str) -> list[str]:
+    """Finds docstrings whose first sentence is long, or runs on into a second line."""
+    violations = []
+    for node in ast.walk(ast.parse(text)):
+        docstring = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+        if not docstring:
+            continue
+        sentence = SENTENCE_END.split(docstring.strip(), maxsplit=1)[0]
+        words = sum(any(map(str.isalnum, token)) for token in sentence.split())
+        where = f"{getattr(node, 'lineno', 1)}: {sentence.splitlines()[0]}"
+        if words > MOST_WORDS_A_FIRST_SENTENCE:
+            violations.append(f"{where}: {words} words, at most {MOST_WORDS_A_FIRST_SENTENCE}")
+        elif "\n" in sentence:
+            violations.append(f"{where}: more than one line")
     return violations
 
 
@@ -133,7 +153,7 @@ def checkers(path: str) -> list[Callable[[str], list[str]]]:
     if path.endswith(".py"):
         rules += [length, functions, dangerous]
         if path.startswith(("reft/", "daemon/")):
-            rules += [environment, vetoed]
+            rules += [environment, vetoed, first_sentence]
         if path.startswith("tests/"):
             rules.append(sleeps)
             if path.rpartition("/")[2].startswith("test_"):
@@ -168,6 +188,14 @@ def test_the_house_rules_hold():
             functions,
             "class A:\n    async def f():\n" + "        x = 1\n" * 60,
             "class A:\n" + "    x = 1\n" * 99,
+        ),
+        (first_sentence, f"'{'word ' * 16}'", f"'{'word ' * 15}→ —'"),
+        (first_sentence, f"'{'word ' * 15}v1.2. More.'", f"'{'word ' * 14}v1.2. {'more ' * 16}'"),
+        (first_sentence, f"'{'word ' * 15}last: more'", f"'A title: {'more ' * 16}'"),
+        (
+            first_sentence,
+            "class A:\n    def f():\n        '''Runs\n        on.'''",
+            f"class A:\n    def f():\n        '''A title\n\n        {'more ' * 16}'''",
         ),
         (dangerous, "import pickle", "import json"),
         (dangerous, "from dill import loads", "from json import loads"),

@@ -106,7 +106,7 @@ class SlotFile:
 
 
 def fits(have: Geometry, want: Geometry) -> bool:
-    """Whether a slot of geometry `have` can hold what `want` describes."""
+    """Whether a slot of geometry `have` can serve as one of geometry `want`."""
     return (
         have.chunk_bytes == want.chunk_bytes
         and have.table_capacity >= want.table_capacity
@@ -122,7 +122,7 @@ def next_names(taken: Iterable[str], rank: int, count: int) -> list[str]:
 
 
 def claim_folder(folder: Path) -> Path:
-    """Makes the folder if it is missing, and checks that only this user can write it.
+    """Makes the folder if it is missing. It checks that only this user can write the folder.
 
     Raises:
         ConfigError: the folder is a link, belongs to another user, or others may write it.
@@ -383,7 +383,7 @@ class Arena:
         return slot
 
     def _map_with_pages(self, descriptor: int, size: int, name: str) -> Bytes:
-        """Maps a file and makes all its pages, as huge pages where the kernel allows it."""
+        """Maps a file and makes all its pages. They are huge pages where the kernel allows it."""
         present_bytes = os.fstat(descriptor).st_size  # bytes of a spare file; 0 for a new file
         if present_bytes < size:
             os.ftruncate(descriptor, size)
@@ -418,9 +418,10 @@ class Arena:
 
 
 def _foreign_name(folder: Path) -> str:
-    """Returns the name of a file that no arena has made; empty if there is none.
+    """Returns the name of a file that no arena has made.
 
-    A folder with a node-id belonged to an arena before: it always counts as clean.
+    The name is empty if there is none. A folder with a node-id belonged to an arena before: it
+    always counts as clean.
     """
     if (folder / "node-id").exists():
         return ""

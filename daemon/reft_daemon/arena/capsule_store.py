@@ -1,4 +1,6 @@
-"""Stores the capsules that this node keeps for ranks of other nodes, one file per rank and version.
+"""Stores the capsules that this node keeps for ranks of other nodes.
+
+There is one file per rank and version.
 
     JOB/capsule-3.2-<id of the epoch, hex>-17      rank 3, epoch 2, step 17
 

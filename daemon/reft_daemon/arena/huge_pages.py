@@ -1,4 +1,4 @@
-"""Makes huge pages in files of shared memory, without a mount option, root, or a kernel setting.
+"""Makes huge pages in files of shared memory. This needs no mount option, root, or kernel setting.
 
     file   |x    |x    |x    |x  |     one small page is written per huge page
            |█████|█████|█████|░░░|     MADV_COLLAPSE (Linux 6.1) makes each range one huge page
@@ -63,7 +63,7 @@ def make_huge(descriptor: int, pages: npt.NDArray[np.uint8], begin: int) -> int:
 
 
 def _collapse(descriptor: int, pages: npt.NDArray[np.uint8], offsets: range) -> int:
-    """Makes one huge page at each offset; returns 0, or the errno of the first refusal."""
+    """Makes one huge page at each offset. The result is 0, or the errno of the first refusal."""
     try:
         for offset in offsets:
             os.pwrite(descriptor, b"\0", offset)

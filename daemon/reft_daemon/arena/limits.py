@@ -64,7 +64,10 @@ def limits(
 
 
 def _groups(proc: Path, cgroups: Path) -> list[Path]:
-    """Returns the folders of this process's memory cgroup and of its ancestors, version 1 or 2."""
+    """Returns the folders of this process's memory cgroup and of its ancestors.
+
+    Cgroups may have version 1 or 2.
+    """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:

@@ -120,9 +120,9 @@ class SparePool:
                 os.close(descriptor)
 
     def take(self, path: Path, count: int) -> int | None:
-        """Names a ready file `path` and cuts it to `count` bytes; None if no file is ready.
+        """Names a ready file `path` and cuts it to `count` bytes.
 
-        A file that is shorter than `count` keeps its size.
+        The result is None if no file is ready. A file that is shorter than `count` keeps its size.
 
         Raises:
             OSError: the file could not be named.

@@ -55,7 +55,7 @@ def _holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
 
 @dataclass
 class CapsuleReplication:
-    """The capsules that this node still has to send to holders, and those that it keeps.
+    """The capsules that this node keeps, and those that it still owes to holders.
 
     Args:
         store: keeps the capsules of other nodes' ranks.
@@ -103,7 +103,10 @@ class CapsuleReplication:
         return batch
 
     def batches_of_version(self, slots: Collection[SlotFile], version: Version) -> list[list[pb.CapsuleRecord]]:
-        """Returns the records of a version of all ranks that hold it here, one list per message."""
+        """Returns a version's records of all ranks that hold it here.
+
+        There is one list per message.
+        """
         batches: list[list[pb.CapsuleRecord]] = [[]]
         bytes_left = BATCH_MAX
         for rank in sorted({slot.rank for slot in slots}):
@@ -119,7 +122,10 @@ class CapsuleReplication:
         return [batch for batch in batches if batch]
 
     def record(self, slots: Collection[SlotFile], rank: int, version: Version) -> pb.CapsuleRecord | None:
-        """Returns a rank's record from its slot or from the store; None if neither has it."""
+        """Returns a rank's record from its slot or from the store.
+
+        The result is None if neither has it.
+        """
         return self.sealed_record(slots, rank, version) or self.store.get(rank, version)
 
     def sealed_record(self, slots: Collection[SlotFile], rank: int, version: Version) -> pb.CapsuleRecord | None:

@@ -10,7 +10,10 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 @dataclass
 class DegradedTime:
-    """The time from an attach that found a node gone to the first whole version of its epoch.
+    """The degraded time of an epoch.
+
+    It begins with an attach that found a node gone, and ends with the first whole version of the
+    epoch.
 
     Attributes:
         lasted_s: length of that time in this epoch; 0 if there was none, or if it still lasts.
@@ -39,6 +42,6 @@ class DegradedTime:
             self._since_s = time.monotonic()
 
     def note_whole(self, whole: int) -> None:
-        """Ends the degraded time once a step of the epoch is whole; `whole` is -1 before."""
+        """Ends the degraded time once a step of the epoch is whole. Before that, `whole` is -1."""
         if self._since_s is not None and whole >= 0:
             self.lasted_s, self._since_s = self.seconds, None

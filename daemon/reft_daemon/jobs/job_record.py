@@ -111,7 +111,10 @@ class JobRecord:
 
     @property
     def trained_s(self) -> float:
-        """Seconds from the decision, or this daemon's start, to the newest seal of a rank here."""
+        """Seconds from the decision to the newest seal of a rank here.
+
+        They count from this daemon's start if that came later.
+        """
         return max(0.0, max(self.sealed_s.values(), default=0.0) - self.since_s)
 
     @property
@@ -122,7 +125,7 @@ class JobRecord:
     # Adoption
 
     def adopt(self) -> None:
-        """Takes over what an earlier daemon left: slots, living trainers, the epoch's round."""
+        """Takes over slots, living trainers and the epoch's round from an earlier daemon."""
         for slot in self.arena.adopt(self.id):
             self.slots[slot.name] = slot
         self.capsule_replication.store.adopt()
@@ -370,7 +373,7 @@ class JobRecord:
         self._hear_rank(request.rank, step_report, messages.digests_from(request.steps))
 
     def hear_node(self, request: pb.GatherRequest) -> Outcome:
-        """Takes a child's report in the round; returns what is decided so far.
+        """Takes a child's report in the round. It returns the outcome so far.
 
         Raises:
             AttachError: the job has no round here.
@@ -422,7 +425,10 @@ class JobRecord:
             self._settle_capsules(self.round)
 
     def capsules_for(self, holder: int) -> list[pb.CapsuleRecord]:
-        """Returns the capsules that a holder of this node still lacks, at most one message full."""
+        """Returns the capsules that a holder of this node still lacks.
+
+        They fill at most one message.
+        """
         return self.capsule_replication.batch(self.all_slots.values(), self.epoch, holder)
 
     def note_kept(self, holder: int, epoch: Epoch, records: Iterable[pb.CapsuleRecord]) -> None:

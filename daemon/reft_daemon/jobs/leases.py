@@ -1,6 +1,7 @@
-"""Tracks the trainer process of each rank, and ends orphans before a new attach reads their slots.
+"""Tracks the trainer process of each rank.
 
-The kernel says whether a trainer is alive, dead, or orphaned by the agent that started it.
+It ends orphans before a new attach reads their slots. The kernel says whether a trainer is alive,
+dead, or orphaned by the agent that started it.
 """
 
 from __future__ import annotations

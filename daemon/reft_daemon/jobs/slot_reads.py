@@ -1,4 +1,7 @@
-"""Reads bytes of a sealed slot, for ranks and daemons of other nodes, and for this daemon."""
+"""Reads bytes of a sealed slot.
+
+The readers are ranks and daemons of other nodes, and this daemon.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def status_of(error: ReftError) -> grpc.StatusCode:
 
 
 def _check_digests(slot: SlotFile, begin: int, end: int) -> None:
-    """Raises FormatError if a chunk of the data between two offsets of the file is damaged."""
+    """Raises FormatError if the data between two file offsets has a damaged chunk."""
     header = slot.map.header
     size, data = header.geometry.chunk_bytes, header.geometry.data_offset
     first, last = max(begin - data, 0) // size, min(-(-max(end - data, 0) // size), slot.map.chunks)

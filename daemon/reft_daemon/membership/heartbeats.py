@@ -84,7 +84,10 @@ class HeartbeatService:
         return self._monitors.get(job) or (paired_monitors[0] if paired_monitors else None)
 
     def _find_record(self, job: str, launch: str) -> JobRecord | None:
-        """Returns the record of a job, by the agents' name or launch; None if there is none."""
+        """Returns the record of a job, by the agents' name or launch.
+
+        The result is None if there is none.
+        """
         paired_records = [each for each in self._jobs.values() if launch and each.record.manifest.launch == launch]
         return self._jobs.get(job) or (paired_records[0] if paired_records else None)
 
@@ -197,9 +200,10 @@ class HeartbeatService:
         return pb.AgentBeatReply()
 
     async def signals(self, request: pb.SignalsRequest) -> pb.SignalsReply:
-        """Returns the signals of all nodes of a job, once they differ from the asker's version.
+        """Returns the signals of all nodes of a job.
 
-        After the requested wait, it returns them in any case.
+        It waits until they differ from the asker's version. After the requested wait, it returns
+        them in any case.
 
         Raises:
             JobNotWatched: the job is not watched here.
@@ -219,7 +223,10 @@ class HeartbeatService:
                 continue
 
     def status(self, job: str) -> list[pb.NodeSignal]:
-        """Returns the signals of a job's nodes as seen here; empty if the job is not watched."""
+        """Returns the signals of a job's nodes as seen here.
+
+        The list is empty if the job is not watched.
+        """
         monitor = self.monitor(job)
         if monitor is None:
             return []

@@ -190,7 +190,9 @@ class JobMonitor:
         self.given_up = self.given_up.without(node)
 
     def check_round(self, launch: str, round: int) -> bool:
-        """Whether a message belongs to this view; False if the message is of a newer round.
+        """Whether a message belongs to this view.
+
+        The result is False if the message is of a newer round.
 
         Raises:
             StaleEpoch: the message is of an older round.
@@ -299,7 +301,7 @@ class JobMonitor:
         return laggard([own, *(word.stall for word in reports if word is not None and word.stall is not None)]) or own
 
     def to_kill(self) -> Stall | None:
-        """Returns the local rank that the whole job waits for, if the wait has lasted long enough.
+        """Returns the local rank that has kept the whole job waiting for long enough.
 
         None if the job waits for another node's rank, or for none.
         """
@@ -317,7 +319,7 @@ class JobMonitor:
         return own_stall if self._awaited_stall(own_stall) is own_stall else None
 
     def is_over(self, now_s: float) -> bool:
-        """Whether nobody has worked on the job here for LINGER_S, so that the watch can end."""
+        """Whether nobody has worked on the job here for LINGER_S. The watch can end then."""
         job_record = self._job_record
         has_living_agent = self._agent is not None and self._agent.watch is not None
         if has_living_agent or (job_record is not None and job_record.is_live):

@@ -146,7 +146,7 @@ class PeerChannels:
             call.cancel()
 
     async def _first_reachable(self, node: pb.Node, ask: Callable[[grpc.aio.Channel, bool], Awaitable[T]]) -> T:
-        """Returns the result of `ask` at the first address of the node that can be reached."""
+        """Returns the result of `ask` at the node's first address that can be reached."""
         error: grpc.RpcError | None = None
         for address in node.addresses:
             if address in self._own_addresses:

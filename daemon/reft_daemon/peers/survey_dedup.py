@@ -39,7 +39,10 @@ def without_repeats(own: pb.JobRecord, surveyed: Sequence[pb.SurveyedNode]) -> l
 
 
 def digests_of(record: pb.JobRecord) -> list[int]:
-    """Returns digests of the manifests in a job's record, each with the epoch of the manifest."""
+    """Returns digests of the manifests in a job's record.
+
+    Each comes with the epoch of its manifest.
+    """
     return [_digest(key, manifest) for key, _, manifest in _manifests(record.decision, record)]
 
 

@@ -1,4 +1,4 @@
-"""Rebuilds the slots of lost ranks, on a daemon that takes the place of a lost node.
+"""Rebuilds the slots of lost ranks. The daemon that does so takes the place of a lost node.
 
     decision, manifests ─► taken over, as in an attach       own arena: slot WRITING, zeros
     capsule of each lost rank ◄── its keeper                         │
@@ -174,7 +174,7 @@ class Rebuild:
     async def _fetch_capsule(
         self, job: JobRecord, lost: pb.LostRank, placement: Placement, layouts: Mapping[int, Layout]
     ) -> _Lost:
-        """Fetches a lost rank's capsule, and works out the table and size of the rank's slot.
+        """Fetches a lost rank's capsule. It also works out the table and size of the rank's slot.
 
         Raises:
             DamagedSource: the capsule is missing or damaged.
@@ -383,7 +383,7 @@ class Rebuild:
         )
 
     def _check_not_replaced(self, job: JobRecord) -> None:
-        """Raises if a new attach has come, a trainer lives, or the job was purged meanwhile.
+        """Raises if a new attach, a living trainer or a purge has come meanwhile.
 
         Raises:
             StaleEpoch: a new attach has decided.
@@ -395,7 +395,10 @@ class Rebuild:
             raise AttachError(f"job {job.id} was purged while it was rebuilt.")
 
     def _drop_unsealed(self, job: JobRecord, lost: Iterable[_Lost], is_new: bool) -> None:
-        """Empties and frees unfinished slots; forgets a job that is new here and has no slots."""
+        """Empties and frees unfinished slots.
+
+        It forgets a job that is new here and has no slots.
+        """
         is_held = self.registry.jobs.get(job.id) is job
         for each in lost:
             slot = each.slot

@@ -170,7 +170,7 @@ class _Connection:
             raise
 
     def _send(self, reply: pb.LocalReply, descriptors: Sequence[int] = ()) -> None:
-        """Sends as much of a reply as the caller takes now; the rest is sent later."""
+        """Sends as much of a reply as the caller takes now. The rest is sent later."""
         reply.protocol = messages.PROTOCOL
         data, sent = frame(reply), 0
         try:

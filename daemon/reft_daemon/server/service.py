@@ -417,9 +417,9 @@ class PeerService(pb_grpc.PeerServicer):
 
 
 def merge_signals(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
-    """Adds the signals that another daemon of the job sees; the gravest signal of each node counts.
+    """Adds the signals that another daemon of the job sees.
 
-    Not every daemon watches every node.
+    The gravest signal of each node counts. Not every daemon watches every node.
     """
     seen = {each.node_id: each for each in ours.signals}
     for each in theirs.signals:

@@ -1,4 +1,6 @@
-"""Ends the processes of a cluster and removes its folders, even if its owner was SIGKILLed.
+"""Ends the processes of a cluster and removes its folders.
+
+It does so even if the owner was SIGKILLed.
 
     owner ── pipe ──► clean-up process: waits until the pipe closes
                       ─► SIGKILL to every process with the mark ─► removes the folders

@@ -53,7 +53,7 @@ LOCAL_ONLY = {
 
 
 class DemoError(ReftError):
-    """The pretend nodes could not do what was requested."""
+    """The pretend nodes could not do their task."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Training:
             raise DemoError(f"job {self.job} did not end within {deadline_s:.0f} s.\n{self.tail()}") from error
 
     def result(self) -> TrainingResult:
-        """Returns what the ranks have written so far."""
+        """Returns the ranks' records so far."""
         return read_result(self.out, self.world)
 
     def tail(self, lines: int = 30) -> str:
@@ -228,7 +228,7 @@ class Cluster:
         return {rank: pids[rank] for rank in wanted}
 
     def purge(self, job: str) -> None:
-        """Frees what all daemons hold of a job that has ended."""
+        """Frees everything that the daemons hold of a job that has ended."""
         for node in self.nodes:
             ask(node.address, "Purge", pb.PurgeRequest(job=job))
 

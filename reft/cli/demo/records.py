@@ -1,4 +1,4 @@
-"""Reads and compares what trainers wrote. Pure functions, except `read_result`.
+"""Reads and compares the records of trainers. Pure functions, except `read_result`.
 
 rank-R.jsonl          ─► attempts of rank R: each start of its process, with the steps it trained
 rank-R.digests.json   ─► name → SHA-256 of every tensor at the end
@@ -70,7 +70,7 @@ def _last(attempts: Sequence[RankAttempt]) -> int:
 
 
 def read_result(folder: Path, world: int) -> TrainingResult:
-    """Returns what the ranks of a training have written so far."""
+    """Returns the records that the ranks of a training have written so far."""
     attempts, digests = {}, {}
     for rank in range(world):
         records, ends = folder / f"rank-{rank}.jsonl", folder / f"rank-{rank}.digests.json"
@@ -105,7 +105,7 @@ def parse(lines: Iterable[str]) -> list[RankAttempt]:
 
 @dataclass(frozen=True)
 class RecoveryTimes:
-    """What followed a kill. Times are seconds after the kill.
+    """The times and the base of a recovery after a kill. Times are seconds after the kill.
 
     Attributes:
         up_s: until all ranks ran the script again.

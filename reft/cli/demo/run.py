@@ -140,7 +140,7 @@ def _both(cluster: Cluster, screen: Screen, steps: int, logs: Path | None, began
 
 
 class DemoWatcher:
-    """Shows rows and events from the records of the ranks and the status of the daemons."""
+    """Shows rows and events from the ranks' records and the daemons' status."""
 
     def __init__(self, cluster: Cluster, screen: Screen, scenario: Scenario) -> None:
         self._cluster, self._screen, self._scenario = cluster, screen, scenario
@@ -150,7 +150,7 @@ class DemoWatcher:
         screen.begin()
 
     def __call__(self, result: TrainingResult, happened: Sequence[SeenFault]) -> None:
-        """Shows what is new."""
+        """Shows new rows and events."""
         if len(happened) > self._killed:
             self._killed = len(happened)
             self._screen.say(f"  ──── {happened[-1].fault}", "bold red")

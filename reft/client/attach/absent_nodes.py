@@ -39,7 +39,7 @@ class AbsentNodeSurvey:
     round: int
 
     def __call__(self, nodes: Sequence[pb.Node], is_again: bool) -> pb.SurveyReply:
-        """Returns what these nodes hold; all ranks call it together.
+        """Returns the holdings of these nodes. All ranks call it together.
 
         Args:
             nodes: the nodes to ask.

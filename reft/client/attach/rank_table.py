@@ -1,4 +1,4 @@
-"""The facts of all ranks in an attach, and conclusions that are the same on every rank."""
+"""The facts of all ranks in an attach, with equal conclusions on every rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RankTable:
         return job_of(first)
 
     def nodes(self) -> list[pb.Node]:
-        """Returns the nodes that the ranks run on, in the order of the nodes' lowest ranks."""
+        """Returns the nodes that the ranks run on. Their order is that of their lowest ranks."""
         nodes: dict[str, pb.Node] = {}
         for rank, facts in enumerate(self.facts):
             node = pb.Node(
@@ -125,7 +125,10 @@ def agreed_facts(request: AttachArguments, settings: Config) -> dict[str, Any]:
 
 
 def team_facts(team: ComputeThreads) -> dict[str, Any]:
-    """Returns this rank's facts about its compute threads; the CPUs as bits of a hex number."""
+    """Returns this rank's facts about its compute threads.
+
+    The CPUs are the bits of a hex number.
+    """
     return {"threads": team.threads, "cpus": f"{sum(1 << cpu for cpu in team.cpus):x}"}
 
 

@@ -1,4 +1,4 @@
-"""The lines that attach prints once for the person who started the job."""
+"""The lines that attach prints once, for the user that started the job."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ def reshaped(before: int, world: int, lines: Sequence[str]) -> list[str]:
 
 
 def earlier_runs(job_survey: JobSurvey, script: str) -> list[str]:
-    """Returns how to go on from an earlier run of this script, if the daemons hold one."""
+    """Returns lines on how to go on from an earlier run of this script.
+
+    There are none unless the daemons hold such a run.
+    """
     others = [other for reply in job_survey.replies.values() for other in reply.others]
     earlier = [other for other in others if other.HasField("newest") and other.script == script]
     if not earlier:

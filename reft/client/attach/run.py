@@ -451,12 +451,12 @@ class Attachment:
 
     @property
     def _must_protect_again(self) -> bool:
-        """Whether a node of the base was lost, or the placement has changed since the base."""
+        """Whether the base has lost a node, or the placement has changed since."""
         before = self.job_survey.manifests[self.decision.base.epoch] if self.decision.base else self.manifest
         return bool(self.plan.capsules) or placing(before) != placing(self.manifest)
 
     def _announce(self, restored_from: str | None) -> None:
-        """Prints once what was restored, and what a restart would not restore."""
+        """Prints once the restored state, and the parts that a restart would not restore."""
         lines = report.restored(
             self.job.id, self.decision.base, restored_from, self.manifest, self.job_survey, self.plan
         )

@@ -51,7 +51,7 @@ def _capture_mode_setter() -> Any:
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> int:
-    """Pins memory, so that copies between this memory and a device do not block the host.
+    """Pins memory. Copies between pinned memory and a device do not block the host.
 
     Returns:
         CUDA's error number; 0 is success.

@@ -41,7 +41,10 @@ class HugePageBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are still free; 0 if all tensors together were smaller than a huge page."""
+        """Bytes that are still free.
+
+        The number is 0 if all tensors together were smaller than a huge page.
+        """
         return len(self._bytes) - self._at
 
     def make_pages(self) -> None:

@@ -23,11 +23,12 @@ log = logging.getLogger("reft")
 
 
 def copy_cpus() -> list[int]:
-    """Returns the CPUs to bind copy threads to; empty means one thread that the scheduler places.
+    """Returns the CPUs to bind copy threads to.
 
-    A copy thread on a core that also computes makes torch's other threads wait at their next
-    barrier. Where torch has a thread for every core, two copy threads on two cores halve that wait.
-    Where a core is free, the scheduler puts one thread there. Measured with bench/save.py.
+    An empty list means one thread that the scheduler places. A copy thread on a core that also
+    computes makes torch's other threads wait at their next barrier. Where torch has a thread for
+    every core, two copy threads on two cores halve that wait. Where a core is free, the scheduler
+    puts one thread there. Measured with bench/save.py.
     """
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2 or torch.get_num_threads() < len(cpus):
@@ -105,7 +106,7 @@ class TaskThread:
 
 
 def run_all(own: Callable[[], None], others: Sequence[tuple[TaskThread, Callable[[], None]]]) -> None:
-    """Runs `own` in the calling thread and each other task in its thread; waits for all.
+    """Runs `own` in the calling thread and each other task in its thread. It waits for all of them.
 
     Raises:
         Exception: the exception of a task that failed.

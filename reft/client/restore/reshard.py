@@ -194,7 +194,7 @@ class ReshardRestore:
         return {"damaged": damaged, "about": facts}
 
     def _open_one(self, old: int) -> dict[str, Any]:
-        """Returns what one old rank's capsule and slot say of its leaves and host state.
+        """Returns one old rank's leaves and host state, from its capsule and slot.
 
         Raises:
             FormatError: the slot or capsule is damaged.

@@ -110,7 +110,7 @@ class CpuCopyEngine:
             thread.close()
 
     def _take(self, job: CopyJob, plan: CpuCopyPlan) -> None:
-        """Takes one snapshot, in the first thread; the other threads do a part of the copies."""
+        """Takes one snapshot, in the first thread. The other threads do a part of the copies."""
         try:
             digests = np.zeros(plan.chunks, np.uint64)
             slot = job.open(True)
@@ -142,7 +142,9 @@ class CpuCopyEngine:
             job.failed(error)
 
     def _run_in_threads(self, bounds: Callable[[int], list[int]], work: Callable[[int, range], None]) -> None:
-        """Runs `work` in all threads and waits for them; raises what one of them raised.
+        """Runs `work` in all threads and waits for them.
+
+        It raises an exception that one of them raised.
 
         Args:
             bounds: from a number of threads: where the tasks of each thread begin, and the end.
@@ -186,7 +188,7 @@ class CpuCopyEngine:
         paced_copy: PacedCopy,
         priority: Priority,
     ) -> None:
-        """Runs the tasks of one thread, each when it is due, and measures the rate of each tier."""
+        """Runs the tasks of one thread, each when it is due. It measures the rate of each tier."""
         measured = dict.fromkeys(Tier, (0, 0.0))
 
         def note(task: CopyTask, begin_s: float, end_s: float, in_one_phase: bool) -> None:

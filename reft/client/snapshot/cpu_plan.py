@@ -1,4 +1,4 @@
-"""Cuts a save plan into copy tasks for the CPU engine; made once for each save plan.
+"""Cuts a save plan into copy tasks for the CPU engine. This is done once for each save plan.
 
     runs     | w ···················· | b ·· | v ····      live bytes, by their place in the slot
     chunks   |       |       |       |       |       |     each has a digest
@@ -30,7 +30,7 @@ TASK_BYTES = 1 << 20  # each task costs a call of the throttle and an event of t
 
 
 class CopyPart(NamedTuple):
-    """Adjacent chunks that one run of a leaf fills; or one chunk, and the runs in it."""
+    """Adjacent chunks that one run of a leaf fills, or one chunk with its runs."""
 
     chunks: range
     runs: list[WriteItem]
@@ -74,7 +74,7 @@ def _is_continued(before: CopyPart, part: CopyPart, chunk_bytes: int, data_bytes
 
 @dataclass(frozen=True)
 class CpuCopyPlan:
-    """What the CPU engine copies, in order; made anew only for another save plan.
+    """The copies of the CPU engine, in order. They are made anew only for another save plan.
 
     Attributes:
         at_mark: copy leaves that forward mutates aside; called in the trainer's thread.
@@ -120,7 +120,7 @@ class CpuCopyPlan:
 
     @cached_property
     def tasks(self) -> list[list[CopyPart]]:
-        """The parts of each task, TASK_BYTES in all; no task has chunks of the parity section."""
+        """The parts of each task, TASK_BYTES in all. No task has chunks of the parity section."""
         parity, most = self.save_plan.parity_chunks, max(1, TASK_BYTES // self.save_plan.chunk_bytes)
         table = by_chunk(self.save_plan.runs, self.save_plan.chunk_bytes, self.chunks)
         parts = [CopyPart(range(i, i + 1), runs) for i, runs in enumerate(table)]

@@ -154,11 +154,11 @@ class CudaCopyEngine:
             self._worker.submit(current.finish)
 
     def _new_transfers(self, job: CopyJob) -> CudaCopyPlan:
-        """Returns the copy plan for a new save plan, with the memory of the device that it needs.
+        """Returns the copy plan for a new save plan.
 
-        If the device has too little memory, only the 1st, 2nd, 4th, 8th, … snapshot tries again.
-        Each failure makes torch empty its cache first, and training then has to get this memory
-        from the driver again.
+        It comes with the memory of the device that it needs. If the device has too little memory,
+        only the 1st, 2nd, 4th, 8th, … snapshot tries again. Each failure makes torch empty its
+        cache first, and training then has to get this memory from the driver again.
 
         Raises:
             ReftError: the device has too little memory.
@@ -233,7 +233,10 @@ class CudaCopyEngine:
 
 
 class _Measured(NamedTuple):
-    """Two events, and what was enqueued between them; 0 bytes in FENCE: a wait of the stream."""
+    """Two events, and the work enqueued between them.
+
+    In FENCE, 0 bytes mean a wait of the stream.
+    """
 
     begin: Any
     end: Any
@@ -277,7 +280,10 @@ class _CopyInProgress:
         self._device.side_waits(event)
 
     def tasks(self, index: int, tier: Tier) -> Sequence[int]:
-        """Returns the tasks of a phase; all remaining ones if training does not follow the plan."""
+        """Returns the tasks of a phase.
+
+        If training does not follow the plan, these are all remaining tasks.
+        """
         windows = self._plan.windows if self._plan else ()
         if self._plan is None or index >= len(windows) or windows[index].tier is not tier:
             return list(self.todo)
@@ -376,7 +382,7 @@ class _CopyInProgress:
             self._pending.append(_Measured(begin, self._device.record_side(), tier, nbytes, kind[0] >= parts))
 
     def _copy(self, task: int) -> None:
-        """Enqueues a part's copy from the live state into the slot, or computes a parity column."""
+        """Enqueues a part's copy from live state to slot, or computes a parity column."""
         parts = self._transfers.parts
         if task < len(parts):
             self._job.at_chunk(task)
@@ -403,7 +409,7 @@ class _CopyInProgress:
             self._data[offset : offset + tensor.nbytes].copy_(tensor)
 
     def _copy_sample(self, sample: DigestSample) -> list[torch.Tensor]:
-        """Copies a sample's bytes, which are a small window of a cell, into new host memory."""
+        """Copies a sample's bytes into new host memory. They are a small window of a cell."""
         parts = []
         for leaf, begin, nbytes, _ in sample.runs:
             part = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda)

@@ -93,7 +93,7 @@ def compute(transfers: CudaCopyPlan, column: ParityColumn, data: torch.Tensor) -
 
 
 def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
-    """Returns the copies for a save plan, with the memory of the device that they need.
+    """Returns the copies for a save plan. They come with the memory of the device that they need.
 
     Raises:
         UnsupportedState: leaves lie on more than one device, or a large leaf has gaps between its

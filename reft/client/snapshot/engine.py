@@ -61,7 +61,7 @@ class CopyJob:
 
 
 class CopyEngine(Protocol):
-    """What a session needs of the part that copies its bytes.
+    """The part that copies a session's bytes, as the session needs it.
 
     Attributes:
         copy_stats: how many bytes were copied, when and how fast.
@@ -79,7 +79,10 @@ class CopyEngine(Protocol):
         """Starts one snapshot; the earlier one must have passed its fence."""
 
     def fence(self) -> None:
-        """Makes sure that no copy reads the live state any more; counts the time of this wait."""
+        """Makes sure that no copy reads the live state any more.
+
+        It counts the time of this wait.
+        """
 
     def is_capturing(self) -> bool:
         """Tells whether training is being captured into a CUDA graph: nothing may be enqueued."""

@@ -49,14 +49,17 @@ WINDOW_BYTES = 1 << 20
 
 
 class DigestSample(NamedTuple):
-    """The bytes of one cell to digest; `at` in `runs` counts from the beginning of the cell."""
+    """The bytes of one cell to digest. `at` in `runs` counts from the beginning of the cell."""
 
     cell: int
     runs: tuple[WriteItem, ...]
 
 
 def samples(cells: Sequence[CellRuns], step: int, in_whole: bool) -> list[DigestSample]:
-    """Returns what to digest at a step: all bytes of each cell (`in_whole`), or a window."""
+    """Returns the bytes to digest at a step.
+
+    They are all bytes of each cell (`in_whole`), or a window.
+    """
     return [DigestSample(each.cell, tuple(_clip(each, *_window(each.nbytes, step, in_whole)))) for each in cells]
 
 

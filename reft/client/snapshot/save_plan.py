@@ -53,7 +53,7 @@ class WriteItem(NamedTuple):
 
 
 class CellRuns(NamedTuple):
-    """The live bytes of one cell; `at` in `runs` counts from the beginning of the cell."""
+    """The live bytes of one cell. `at` in `runs` counts from the beginning of the cell."""
 
     cell: int
     nbytes: int
@@ -103,7 +103,9 @@ class ParityTiling:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes; see the module. Offsets count in the slot's data, sizes are in bytes.
+    """The writes of one rank, as the module describes them.
+
+    Offsets count in the slot's data, sizes are in bytes.
 
     Attributes:
         tensors: the live leaves, by name.
@@ -165,7 +167,7 @@ class SavePlan:
         )
 
     def is_direct(self, runs: Sequence[WriteItem], nbytes: int) -> bool:
-        """Tells whether a register equals one run of a leaf, so that no copy of it is needed."""
+        """Tells whether a register equals one run of a leaf. Then no copy of the run is needed."""
         return len(runs) == 1 and runs[0].nbytes == nbytes and runs[0].leaf not in self.host_resident
 
     def with_tensors(self, leaves: Iterable[Leaf], tensors: Mapping[str, torch.Tensor]) -> SavePlan | None:
@@ -327,7 +329,7 @@ class _Builder:
     # Bytes of cells
 
     def _cell_runs(self, lane: Lane, begin: int, end: int, at: int) -> Iterator[WriteItem]:
-        """Yields the live runs between two offsets of a lane's cell; byte `begin` goes to `at`."""
+        """Yields the live runs between two offsets of a lane's cell. Byte `begin` goes to `at`."""
         cell, members = self.placement.division.cells[lane.cell], self.members[lane.cell]
         end = min(end, lane.begin + lane.nbytes)
         index = max(bisect_right(cell.offsets, begin) - 1, 0)

@@ -331,7 +331,7 @@ class Snapshotter:
     # Layout
 
     def _current_plan(self) -> CurrentPlan:
-        """Returns the plan for the leaves that exist now; makes a new one if they changed."""
+        """Returns the plan for the leaves that exist now. It makes a new one if they changed."""
         if self._plan is None or not self._plan.tensor_index.is_current():
             previous = self._plan.save_plan if self._plan else self._predicted_plan
             self._plan = CurrentPlan.of(
@@ -387,7 +387,10 @@ class Snapshotter:
         return self.base if known is None or self.is_discarded(known.step) else known
 
     def newest_known_whole(self) -> int:
-        """Returns the newest step known to be whole, of this epoch or of its base; -1 if none."""
+        """Returns the newest step known to be whole, of this epoch or its base.
+
+        It is -1 if there is none.
+        """
         return self.whole.step if self.whole else -1
 
     def is_discarded(self, step: int) -> bool:
@@ -425,7 +428,7 @@ class Snapshotter:
         self.reporter.release()
 
     def close(self) -> None:
-        """Ends the copy thread and the connection to the daemon; the slots stay with the daemon."""
+        """Ends the copy thread and the connection to the daemon. The slots stay with the daemon."""
         self.copy_engine.close()
         self.reporter.close()
         self._unmap()

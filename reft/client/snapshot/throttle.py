@@ -1,4 +1,6 @@
-"""Holds back the CPU engine's copy threads until the pacing plan has their next task due.
+"""Holds back the CPU engine's copy threads until their next task is due.
+
+The pacing plan decides when that is.
 
     trainer's thread   mark ─► enter(0), begin    hooks ─► enter(phase)    fence ─► lift
     busy threads       open ─► task ─ …waits… ─► task ─► … ─► none left   beside training, or lifted
@@ -23,7 +25,7 @@ SHORTEST_WAIT_S = 100e-6  # what a thread needs to wake up anyway
 
 
 class CopyThrottle:
-    """Hands out the copy tasks of one snapshot at a time, each when it is due.
+    """Hands out the copy tasks of one snapshot at a time, each when due.
 
     The trainer's thread never waits here for longer than a few instructions.
 
@@ -71,7 +73,7 @@ class CopyThrottle:
                 self._wake(self._paced_copy.wanted_priorities)
 
     def open(self, paced_copy: PacedCopy) -> None:
-        """Starts to hand out the tasks of a snapshot; training may be well beyond the mark."""
+        """Starts to hand out the tasks of a snapshot. Training may be well beyond the mark."""
         with self._lock:
             paced_copy.begin(self._mark_s)
             if self._index:

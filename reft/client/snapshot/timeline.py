@@ -1,4 +1,4 @@
-"""Records what training and copying did in the last steps, as a trace for Chrome and Perfetto.
+"""Records the last steps of training and copying, as a trace. Chrome and Perfetto show it.
 
     tracks   steps     │ step 7                                  │ step 8 …
              training  │ F0 │ F1 │ wait │ B0 │ F2 │ … │ fence │

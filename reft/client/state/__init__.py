@@ -1,1 +1,1 @@
-"""What a snapshot contains: tensors, parameters and small host objects, and how reft finds them."""
+"""Tensors, parameters and small host objects of a snapshot, and the search for them."""

@@ -68,7 +68,7 @@ class HostState:
         }
 
     def complete(self, capture: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the finished tree of what `take` read; may run later and in any thread."""
+        """Returns the finished tree of a result of `take`. It may run later and in any thread."""
         return {**capture, "random": _storable_random(capture["random"])}
 
     def check_size(self) -> None:

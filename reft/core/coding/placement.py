@@ -100,7 +100,10 @@ class Lane:
         return sorted(((member - shard) % self.D, shard) for shard in range(self.code.k + self.code.f))
 
     def data_range(self, stripe: int, shard: int) -> tuple[int, int]:
-        """Returns begin and end of a data shard in the cell, not clipped to the lane's end."""
+        """Returns begin and end of a data shard in the cell.
+
+        They are not clipped to the lane's end.
+        """
         begin = self.begin + (stripe * self.code.k + shard) * self.shard_bytes
         return begin, begin + self.shard_bytes
 
@@ -287,7 +290,10 @@ def _cut_into_lanes(cell: Cell, domains: Sequence[int]) -> Iterator[tuple[int, i
 
 
 def _choose_code(D: int, nbytes: int, scheme: Scheme, tolerate: int | None) -> tuple[ErasureCode, int]:
-    """Returns the code of a lane of `nbytes` with D members, and the bytes of a packet."""
+    """Returns the code of a lane of `nbytes` with D members.
+
+    The second value is the bytes of a packet.
+    """
     width = min(D, WIDTH_MAX)
     f = 0 if scheme == "none" else min(_requested_losses(D, tolerate), width - 1)
     if f and scheme != "arc":

@@ -104,9 +104,9 @@ class CapsuleAcks:
         return reports
 
     def forget(self, rank: int, step: int) -> None:
-        """Stops sending the capsule of a step, because the rank's slots no longer hold the step.
+        """Stops sending the capsule of a step.
 
-        The step stays pending.
+        The rank's slots no longer hold the step. The step stays pending.
         """
         self._unacknowledged.get(rank, {}).pop(step, None)
         self._digests.get(rank, {}).pop(step, None)

@@ -1,4 +1,6 @@
-"""Thins out snapshots while the round is slower than a step, so that all ranks take the same ones.
+"""Thins out snapshots while the round is slower than a step.
+
+All ranks then take the same snapshots.
 
     a snapshot each step, 3 slots, outcomes arrive 8 steps late (nothing else is wrong):
       rank 0   takes 5 6 · · 9 10 ·  ·  13 14 …     hears at once of a void: its slots free up first

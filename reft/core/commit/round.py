@@ -56,9 +56,10 @@ class StepAnswer(IntEnum):
 
 @dataclass(frozen=True)
 class StepReport:
-    """The answers of one rank, or of all ranks of a subtree, to an epoch's steps.
+    """The answers to an epoch's steps, by one rank or a whole subtree.
 
-    Each step between `since` and `until` that is neither sealed nor pending is void.
+    A subtree's answers are those of all its ranks. Each step between `since` and `until` that is
+    neither sealed nor pending is void.
 
     Attributes:
         since: the newest step known to be whole. The report does not cover this step and older
@@ -202,7 +203,9 @@ class Round:
         mismatched: Iterable[int] = (),
         requested_every: int = 0,
     ) -> bool:
-        """Takes the report of the subtree below `child`; True if there is news to pass on.
+        """Takes the report of the subtree below `child`.
+
+        The result is True if there is news to pass on.
 
         Args:
             child: the sending node.

@@ -1,4 +1,4 @@
-"""The life of a slot, and the rule by which a slot may be written again.
+"""The life of a slot, and the rule for writing it again.
 
                      trainer                trainer, or the daemon            trainer
     EMPTY ──begin──► WRITING ──last byte──► LANDED ──digests──► SEALED ──reuse rule──► WRITING …
@@ -39,7 +39,7 @@ class SlotState(IntEnum):
 
 @dataclass(frozen=True)
 class Slot:
-    """What one rank knows of one of its slots. `version` is None only if the slot is EMPTY."""
+    """One rank's knowledge of one of its slots. `version` is None only if the slot is EMPTY."""
 
     index: int
     state: SlotState

@@ -45,9 +45,9 @@ class ByteRuns(NamedTuple):
 
 
 class RegionCopy(NamedTuple):
-    """The bytes of a new piece that an old piece contains, as nested loops over runs.
+    """The bytes of a new piece that an old piece contains.
 
-    All numbers but `counts` are in bytes.
+    They are nested loops over runs. All numbers but `counts` are in bytes.
 
     Attributes:
         old: begin of the first run in the old piece.

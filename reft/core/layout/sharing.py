@@ -153,7 +153,7 @@ def sharing(layouts: Sequence[SymbolicLayout], ranks: Sequence[int], mismatched:
 
 @dataclass(frozen=True)
 class _Member:
-    """The patterns of one table that belong to a family, in the order of their names.
+    """The patterns of one table that belong to a family. They are in the order of their names.
 
     Attributes:
         table: number of the table.
@@ -251,7 +251,7 @@ def _divide(
 
 
 def _kind(pattern: LeafPattern) -> object:
-    """Returns what the patterns of equal leaves have in common, beside name and cuts."""
+    """Returns the traits that patterns of equal leaves share, beside name and cuts."""
     if pattern.literal is not None:
         leaf = pattern.literal
         return leaf.shape, leaf.stride, leaf.nbytes, leaf.global_offset, leaf.dtype, leaf.global_shape

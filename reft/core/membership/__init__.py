@@ -1,1 +1,1 @@
-"""Decides which nodes live, which node watches which, and what agents do about a loss."""
+"""Decides which nodes live, which node watches which, and the agents' reaction to losses."""

@@ -1,4 +1,4 @@
-"""Decides what an agent does about the signals of the other nodes of its round.
+"""Decides an agent's reaction to the signals of the other nodes of its round.
 
     signal of another node          this agent
     JOINING, HEALTHY, SNAP, SUSPECT continues
@@ -22,7 +22,7 @@ from reft.core.membership.failure_detector import NodeReport, Signal
 
 @dataclass(frozen=True)
 class AgentReaction:
-    """What the agent has to do.
+    """The reaction of an agent.
 
     Attributes:
         lost: homes of nodes to remove from the round.
@@ -34,7 +34,7 @@ class AgentReaction:
 
 
 def react(own: str, reports: Iterable[NodeReport]) -> AgentReaction:
-    """Returns what the agent of node `own` does about the signals of one round."""
+    """Returns the reaction of the agent of node `own` to one round's signals."""
     bad = [report for report in reports if report.node != own and report.signal in (Signal.UNHEALTHY, Signal.OFFLINE)]
     lost = frozenset(report.node for report in bad if report.signal is Signal.OFFLINE)
     worst = max(bad, key=lambda report: report.signal, default=None)

@@ -1,4 +1,4 @@
-"""Judges the state of each node of a job from heartbeats, as one daemon sees it.
+"""Judges the state of each node of a job from heartbeats. This is the view of one daemon.
 
     beats of daemons ──┐                                        ┌──► `status`, log
     beats of agents ───┤    ┌───────┐ signal  ┌─────────────┐   │
@@ -146,7 +146,7 @@ class AgentPhase(IntEnum):
 
 
 def self_report(node: str, facts: NodeFacts) -> NodeReport:
-    """Returns what a node reports of itself: the first condition that is true."""
+    """Returns a node's report of itself, by the first condition that is true."""
     if facts.agent is AgentPhase.FINISHED or facts.closed:
         return NodeReport(node, Signal.COMPLETED, "its training has ended.")
     if facts.left_behind:
@@ -166,7 +166,10 @@ def self_report(node: str, facts: NodeFacts) -> NodeReport:
 
 
 def hung(stall: Stall, laggard: int | None) -> str:
-    """Returns a sentence about a rank that stands still, and the rank that it waits for."""
+    """Returns a sentence about a rank that stands still.
+
+    It names the rank that this rank waits for.
+    """
     why = "; its process is stopped" if stall.stopped else ""
     if laggard is not None and laggard != stall.rank:
         why = f"; it may wait for rank {laggard}"
@@ -286,7 +289,7 @@ class FailureDetector:
         return gossip_targets(self.own, self._ring)
 
     def lost(self) -> dict[str, float]:
-        """Returns the nodes that the term has lost and that were not heard since → time of loss."""
+        """Returns the nodes lost in this term and silent since → time of loss."""
         return {
             node: each.since_s
             for node, each in self.members.items()
@@ -453,7 +456,10 @@ class FailureDetector:
         return Signal.SUSPECT, "agent", "its agent is silent, its daemon is not."
 
     def _half_open(self, each: WatchedNode, now_s: float) -> str:
-        """Returns what is wrong with a link that works in one direction; empty if nothing."""
+        """Returns the fault of a link that works in one direction.
+
+        The text is empty if there is none.
+        """
         calls, answers = each.calls, each.answers
         if calls.last_s is None or answers.last_s is None:
             return ""

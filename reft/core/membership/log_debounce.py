@@ -25,9 +25,9 @@ LASTED_S = 1.0
 
 @dataclass(frozen=True)
 class LogSubject:
-    """What could be logged of a node; SNAP counts as HEALTHY.
+    """The loggable facts of a node.
 
-    `kind` names the reason, as in WatchedNode.
+    SNAP counts as HEALTHY. `kind` names the reason, as in WatchedNode.
     """
 
     signal: Signal

@@ -1,1 +1,1 @@
-"""Decides when each byte of a snapshot is copied, and finds the gaps of an iteration."""
+"""Decides when each byte of a snapshot is copied. It also finds the gaps of an iteration."""

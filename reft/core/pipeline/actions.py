@@ -1,4 +1,4 @@
-"""Simulates what each pipeline stage does in one step, for schedules without a closed form.
+"""Simulates a step of each pipeline stage, for schedules without a closed form.
 
     1F1B, 3 stages, 4 microbatches             order of stage 0: F0 F1 F2 B0 F3 B1 B2 B3
     stage 0   F F F . . . . B B F B B . B B . B B
@@ -46,7 +46,9 @@ class Action(NamedTuple):
 
 
 class ActionTimes(NamedTuple):
-    """The duration of each kind of action, in any one unit, the same for all stages.
+    """The duration of each kind of action, the same for all stages.
+
+    All have one unit, which may be any.
 
     Attributes:
         forward: one forward pass of one microbatch through one part.
@@ -74,7 +76,10 @@ class ActionTimes(NamedTuple):
 
 
 class ActionSpan(NamedTuple):
-    """An action with its start and end, from the step's start, in the unit of the times."""
+    """An action with its start and end, counted from the step's start.
+
+    Their unit is that of the times.
+    """
 
     action: Action
     start: float

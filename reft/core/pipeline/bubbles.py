@@ -1,4 +1,6 @@
-"""Computes where the idle times of a pipeline's stages lie, and how long they are, as closed forms.
+"""Computes the idle times of a pipeline's stages as closed forms.
+
+The forms say where these times lie, and how long they are.
 
     1F1B, stage p of P, at least P microbatches, t_f and t_b for one forward and one backward
 
@@ -78,7 +80,9 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, times: ActionTimes) 
 
 
 def interleaved(stage: int, stages: int, microbatches: int, parts: int, times: ActionTimes) -> tuple[Gap, ...] | None:
-    """Returns the gaps of 1F1B with several parts a stage; None where no closed form is known.
+    """Returns the gaps of 1F1B with several parts a stage.
+
+    The result is None where no closed form is known.
 
     That is: a backward shorter than a forward, or a number of microbatches that is no multiple of
         the stages.
@@ -168,10 +172,10 @@ def between(spans: Sequence[ActionSpan], end: float) -> tuple[Gap, ...]:
 
 
 def steady(gaps: Sequence[Gap], actions: int) -> tuple[Gap, ...]:
-    """Returns the gaps of a step between other steps, where no barrier holds the stages together.
+    """Returns the gaps of a step between other steps.
 
-    The idle time at the end of the previous step lies after its optimizer. So that time joins the
-    gap at the start.
+    No barrier holds the stages together there. The idle time at the end of the previous step lies
+    after its optimizer. So that time joins the gap at the start.
 
     Args:
         gaps: of a step alone.

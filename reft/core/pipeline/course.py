@@ -44,7 +44,7 @@ from reft.core.pipeline.pacing import Tier
 
 
 class Phase(NamedTuple):
-    """A part of a window in which training does one thing; `seconds` is its expected duration."""
+    """A part of a window in which training does one thing. `seconds` is its expected duration."""
 
     tier: Tier
     seconds: float
@@ -121,7 +121,7 @@ class PacingPlan:
 
     @cached_property
     def gap_capacities(self) -> list[int]:
-        """Returns for each phase the bytes that fit into it if it is a gap, else 0."""
+        """Returns for each phase the bytes that fit into it. A phase that is no gap has 0."""
         return [
             int(max(0.0, each.seconds - self.guard_s) * self.bytes_per_s) if each.tier is Tier.GAP else 0
             for each in self.phases
@@ -129,7 +129,7 @@ class PacingPlan:
 
     @cached_property
     def gap_capacities_from(self) -> list[int]:
-        """Returns the bytes that fit into the gaps from each phase on; a 0 follows for the end."""
+        """Returns the bytes that fit into the gaps from each phase on. A 0 follows for the end."""
         return [*accumulate(reversed(self.gap_capacities), initial=0)][::-1]
 
     def longest_gaps(self, nbytes: int) -> list[int]:
@@ -262,9 +262,9 @@ class PacedCopy:
         return CopyTask(number, self._tier)
 
     def due_s(self, now_s: float) -> float:
-        """Returns the seconds until time alone may make a task due for threads that are not IDLE.
+        """Returns the seconds until time alone may make a task due.
 
-        A new phase may make one due sooner.
+        They count for threads that are not IDLE. A new phase may make one due sooner.
         """
         latest = max(0.0, self._late_s - now_s)
         if self._tier is Tier.GAP or not self._chunks or self._pacing_plan is None:

@@ -44,7 +44,7 @@ ROUNDING_S = 1e-9  # above the rounding error of sums of times, so that a task t
 
 
 class Tier(IntEnum):
-    """What the device does during a copy; lower tiers are preferred."""
+    """The device's work during a copy. Lower tiers are preferred."""
 
     GAP = 1
     COMPUTE = 2  # also any unknown phase
@@ -234,7 +234,7 @@ class _TaskPlacer:
     def _fit(
         self, tasks: Tasks, free_times: Sequence[_FreeTime], rate: float, targets: Floats | None
     ) -> Iterator[tuple[_FreeTime, Tasks, Floats]]:
-        """Yields for each free time the tasks that it holds, and the seconds that each takes.
+        """Yields for each free time its tasks, and the seconds that each takes.
 
         Args:
             tasks: the tasks to place.

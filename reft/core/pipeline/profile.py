@@ -62,7 +62,10 @@ class Estimate:
 
 
 class GapDifference(NamedTuple):
-    """The expected and the measured length of one idle time, in seconds; 0 where there was none."""
+    """The expected and the measured length of one idle time, in seconds.
+
+    A length is 0 where there was none.
+    """
 
     place: int
     foreseen: float
@@ -108,7 +111,10 @@ class StageProfile:
         self._actions.setdefault(kind, Estimate()).observe(seconds)
 
     def length(self, place: int) -> Estimate:
-        """Returns the estimate of one idle time in seconds; its count is 0 if never measured."""
+        """Returns the estimate of one idle time in seconds.
+
+        Its count is 0 if it was never measured.
+        """
         return self._lengths.get(place, Estimate())
 
     def gaps(self, order: Sequence[Action] = (), least: float = 0.0) -> tuple[Gap, ...]:

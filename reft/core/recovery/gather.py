@@ -48,7 +48,7 @@ class StripeRead:
 
 
 def stripe_reads(placement: Placement, lane: int, have: Collection[int]) -> list[StripeRead]:
-    """Returns what each stripe of a lane reads, in the order of the stripes.
+    """Returns the reads of each stripe of a lane, in the order of the stripes.
 
     Args:
         placement: where all bytes lie.
@@ -74,7 +74,9 @@ def stripe_reads(placement: Placement, lane: int, have: Collection[int]) -> list
 
 
 def assign_readers(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]]) -> dict[int, int]:
-    """Assigns one reading rank to each slot, on the slot's own node if any rank runs there.
+    """Assigns one reading rank to each slot.
+
+    The reader runs on the slot's own node if any rank does.
 
     Args:
         sources: old rank → id of the node that has its slot.

@@ -1,4 +1,6 @@
-"""Combines what the daemons hold of a job: which history is in force, and how its nodes are named.
+"""Combines the daemons' inventories of a job.
+
+It tells which history is in force, and how its nodes are named.
 
     one NodeInventory a node ─► Inventory ─► histories ─► one: recovery.plan
       that answered                          in force  └► several: a person must choose
@@ -221,7 +223,7 @@ class Inventory:
         return [name for ident, name in self.names.items() if unit in (name, self.nodes[ident].domain)]
 
     def absent_nodes(self, here: Collection[str]) -> list[str]:
-        """Returns the ids of nodes of any manifest that are not in `here` and did not answer.
+        """Returns the ids of manifests' nodes that are not in `here` and did not answer.
 
         Such nodes may still hold slots or capsules.
         """

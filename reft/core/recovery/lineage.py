@@ -36,7 +36,9 @@ from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 def histories(
     remembered: Mapping[str, Decision], members: Mapping[Epoch, Collection[str]], written: Collection[Epoch]
 ) -> list[Decision]:
-    """Returns the decision in force, and the decisions of other histories that it may not outrank.
+    """Returns the decision in force, and others that it may not outrank.
+
+    The others are decisions of other histories.
 
     Returns more than one decision only if none of them may outrank the others.
 

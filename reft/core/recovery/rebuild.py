@@ -40,7 +40,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class StripeShard(NamedTuple):
-    """One shard of a stripe, and its offset in bytes in the data of its rank's slot."""
+    """One shard of a stripe. Its offset counts bytes in the data of its rank's slot."""
 
     shard: int
     rank: int
@@ -76,7 +76,7 @@ class RebuildSlice(NamedTuple):
 
 @dataclass
 class RebuildCost:
-    """Bytes read and computed to rebuild what the slots of some ranks had of a cell.
+    """The bytes read and computed to rebuild some ranks' parts of a cell.
 
     Attributes:
         cell: index of the cell in the division.
@@ -231,7 +231,9 @@ class ShardRebuilder:
 
 
 def lane_at(part: RankPlacement, offset: int) -> int | None:
-    """Returns the lane whose shard lies at an offset of a slot's data, or first after it.
+    """Returns the lane whose shard lies at an offset of a slot's data.
+
+    If none lies there, it is the lane of the first shard after it.
 
     Returns None behind the last shard.
     """

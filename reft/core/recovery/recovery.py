@@ -140,7 +140,7 @@ def plan(
     decision: Decision | None,
     erased: Collection[tuple[str, str, Version]] = (),
 ) -> RecoveryPlan:
-    """Returns the newest version that can be restored, and where each rank's part of it is.
+    """Returns the newest restorable version, and the place of each rank's part of it.
 
     Args:
         held: the headers of all slots of the job on all reachable daemons.
@@ -184,7 +184,10 @@ def plan(
 
 @dataclass(frozen=True)
 class _Evidence:
-    """The slots in any state and the capsules of one version, and (node, slot) of damaged ones."""
+    """The slots in any state and the capsules of one version.
+
+    `erased` has (node, slot) of damaged ones.
+    """
 
     held: list[HeldSlot] = field(default_factory=list)
     copies: list[HeldCapsule] = field(default_factory=list)
@@ -268,7 +271,10 @@ def _shortfall(
     groups: Sequence[LaneGroup],
     world: int,
 ) -> Shortfall:
-    """Returns what the version lacks; with no lanes and no bare ranks, it can be restored."""
+    """Returns the missing parts of the version.
+
+    With no lanes and no bare ranks, it can be restored.
+    """
     have = np.zeros(world, np.bool_)
     have[[rank for rank in slots if 0 <= rank < world]] = True
     lost = tuple(np.flatnonzero(~have).tolist())
@@ -278,7 +284,9 @@ def _shortfall(
 
 
 def describe(shortfall: Shortfall, placement: Placement | None, nodes: Mapping[int, str]) -> list[str]:
-    """Explains in lines for a person why a version can't be restored; the first names the version.
+    """Explains in lines why a version can't be restored.
+
+    The lines are for a person, and the first names the version.
 
     Args:
         shortfall: from the plan.
@@ -299,7 +307,7 @@ def describe(shortfall: Shortfall, placement: Placement | None, nodes: Mapping[i
 
 
 def describe_lost_cells(placement: Placement, lanes: Sequence[int], ranks: Collection[int]) -> str:
-    """Returns a sentence on the cells that can't be decoded without the slots of these ranks."""
+    """Returns a sentence on cells that can't be decoded without these ranks' slots."""
     cells = sorted({placement.lanes[lane].cell for lane in lanes})
     first, lane = placement.division.cells[cells[0]], placement.lanes[lanes[0]]
     lost = sum(member in ranks for member in lane.members)

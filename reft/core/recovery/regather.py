@@ -55,7 +55,7 @@ class TransferSizes:
 
 
 class NeededRange(NamedTuple):
-    """Bytes begin..end of a piece that one need takes; they lie from `at` on in the source."""
+    """Bytes begin..end of a piece that one need takes. They lie from `at` on in the source."""
 
     need: PieceTransfer
     at: int
@@ -151,10 +151,10 @@ def column_ranges(lane: Lane, begin: int, end: int) -> list[tuple[int, int]]:
 
 
 def readers_of(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]], world: int) -> dict[int, int]:
-    """Assigns one reading rank to each slot; the new job may have fewer ranks than the old one.
+    """Assigns one reading rank to each slot.
 
-    Works like `gather.assign_readers`. Slots on a node where no rank runs are shared out among all
-    ranks.
+    The new job may have fewer ranks than the old one. Works like `gather.assign_readers`. Slots on
+    a node where no rank runs are shared out among all ranks.
 
     Args:
         sources: old rank → id of the node that has its slot.
@@ -228,7 +228,7 @@ class ReshardPlan:
     _block_offsets: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
 
     def entries(self, rank: int) -> Iterator[TransferMessage | LostShardSlice]:
-        """Yields the entries that a new rank takes part in, in list order; perhaps a few more.
+        """Yields the entries that a new rank takes part in, in list order. It may yield a few more.
 
         Raises:
             ValueError: a stripe can't be decoded from the slots at hand.
@@ -249,7 +249,9 @@ class ReshardPlan:
             yield from (shard_slice for shard_slice in row if shard_slice is not None)
 
     def inline_leaves(self, owner: int, wanted: _Wanted | None = None) -> list[SourceExtent]:
-        """Returns the needed inline leaves of an old rank, end to end in the order of their names.
+        """Returns the needed inline leaves of an old rank, end to end.
+
+        They are in the order of their names.
 
         Args:
             owner: the old rank.
@@ -297,7 +299,10 @@ class ReshardPlan:
         yield from self._windows(PieceSource.SLOT, owner, extents, self.reader_of[owner])
 
     def _block(self, block: ShardBlock, takes: Callable[[int], bool], wanted: _Wanted) -> Iterator[SourceExtent]:
-        """Yields the extents of a data block that some rank needs, in the order of its bytes."""
+        """Yields the extents of a data block that some rank needs.
+
+        They are in the order of its bytes.
+        """
         lane = self.placement.lanes[block.lane]
         if lane.cell not in wanted.cells:
             return
@@ -371,7 +376,10 @@ class ReshardPlan:
     # Lost slots
 
     def _lost(self, owner: int, wanted: _Wanted) -> Iterator[LostShardSlice]:
-        """Yields the slices of a lost slot's data shards; none if all of them have copies."""
+        """Yields the slices of a lost slot's data shards.
+
+        There are none if all of them have copies.
+        """
         if not self.is_rebuilt(owner):
             return
         part = self.placement.rank_placement(owner)
@@ -411,7 +419,10 @@ class ReshardPlan:
         return self._reads[block.lane][block.stripe]
 
     def _input(self, block: ShardBlock, shard: int) -> tuple[int, int]:
-        """Returns the old rank that has this shard of the stripe, and the offset in its slot."""
+        """Returns the old rank that has this shard of the stripe.
+
+        The second value is the offset in its slot.
+        """
         lane = self.placement.lanes[block.lane]
         old = lane.members[lane.member_of(block.stripe, shard)]
         if old not in self._block_offsets:

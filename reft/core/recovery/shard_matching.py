@@ -1,4 +1,4 @@
-"""Finds which old pieces of the state each rank of a job in another shape needs.
+"""Finds the old pieces of state that each rank of a reshaped job needs.
 
     old ranks' leaves ─► pieces: what each is, and where it lies ┐  needs: this part of that piece
                          (a cell │ a rank's slot │ its capsule)  ├─►      goes to these new ranks
@@ -119,7 +119,7 @@ class ShardMatch:
 
 
 def is_same(old: Sequence[Iterable[Leaf]], new: Sequence[Iterable[Leaf]]) -> bool:
-    """Returns whether every new rank has the same pieces as the old rank of its number.
+    """Whether each new rank has the same pieces as the old rank of its number.
 
     Then the new rank can take over what the old rank had. A leaf that only one job has, or has in
     another global shape, is ignored here. The model has changed then, and other code refuses it.
@@ -346,9 +346,10 @@ def _by_location(
 
 
 def _distinct(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:
-    """Returns one piece for each box; the same box in other strides counts as the same piece.
+    """Returns one piece for each box.
 
-    A piece in a cell is preferred, then the piece of the lowest rank.
+    The same box in other strides counts as the same piece. A piece in a cell is preferred, then the
+    piece of the lowest rank.
     """
     boxes: dict[object, TensorPiece] = {}
     for piece in sorted(

@@ -1,4 +1,6 @@
-"""Decides how long an attach waits for nodes that take no part in it and do not answer.
+"""Decides how long an attach waits for nodes that do not answer.
+
+These nodes take no part in the attach.
 
     OFFLINE in the round before, ─► BRIEF_S ─► silent ─► is the plan settled?
       not heard since                                    ├─ yes ─► continue without the node
@@ -33,7 +35,9 @@ WHOLE_S = 3.0
 
 @dataclass(frozen=True)
 class GivenUpNodes:
-    """The nodes that were given up before a round, take no part in it, and were not heard since.
+    """The nodes that were given up before a round and not heard since.
+
+    They take no part in the round.
 
     Attributes:
         launch: launch of the job.

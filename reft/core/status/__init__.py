@@ -1,1 +1,1 @@
-"""Decides what people are told: health, protection, possible losses."""
+"""Decides the health, protection and possible losses that people are told."""

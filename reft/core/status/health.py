@@ -1,4 +1,7 @@
-"""Turns facts about a job into what `status` shows: health, and which losses the state survives."""
+"""Turns facts about a job into the content of `status`.
+
+It shows health, and which losses the state survives.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ class JobFacts:
 
 
 def judge(job: JobFacts) -> tuple[Health, str]:
-    """Returns the health, and the sentence that answers "what would I lose now?"."""
+    """Returns the health, and a sentence on the possible loss now."""
     if job.silent_nodes:
         return _judge_incomplete(job, ", ".join(job.silent_nodes))
     if job.whole is None:
@@ -121,7 +124,7 @@ def _judge_incomplete(job: JobFacts, names: str) -> tuple[Health, str]:
 
 
 def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
-    """Returns (loss, whether the state survives it, what is lost) for each kind of loss."""
+    """Returns (loss, whether the state survives it, lost parts) for each kind of loss."""
     held = job.whole is not None
     step = f"steps after {job.whole.step}" if job.whole else "all steps of this run"
     everything = "all steps of this run"
@@ -140,7 +143,7 @@ def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
 
 
 def _node_losses(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
-    """Returns the rows for losses of nodes; a loss that is not known counts as not survived."""
+    """Returns the rows for losses of nodes. A loss that is not known counts as not survived."""
     everything = "all steps of this run"
     protection = job.protection
     if job.whole is None or protection is None or protection.version is None or protection.tolerated < 0:
@@ -164,7 +167,7 @@ def _node_losses(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
 
 
 def _pair_loss(protection: Protection, step: str, everything: str) -> tuple[bool, str]:
-    """Returns whether any two nodes may vanish, and what is lost."""
+    """Returns whether any two nodes may vanish, and the lost parts."""
     if protection.survives_pairs:
         return True, step
     fatal = protection.fatal_pairs

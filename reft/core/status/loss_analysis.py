@@ -1,4 +1,4 @@
-"""Decides which losses the state survives now, and what is lost otherwise.
+"""Decides which losses the state survives now, and the lost parts otherwise.
 
     nodes of each rank's newest whole slot ─┐                ┌─► each node, pair of nodes, domain:
     nodes of its capsules                   ├─► LossAnalysis ┤   survived, or lost
@@ -37,7 +37,7 @@ NO_UNIT = -1
 
 @dataclass(frozen=True)
 class LossReport:
-    """What is lost for good after some loss.
+    """The parts that are lost for good after some loss.
 
     Attributes:
         lanes: indices of the lanes that can't be decoded, ascending.
@@ -54,7 +54,7 @@ class LossReport:
 
 @dataclass(frozen=True)
 class UnitLoss:
-    """The loss of one unit; `words` says what is lost, and is empty if the loss is survived."""
+    """The loss of one unit. `words` names the lost parts, and is empty if the loss is survived."""
 
     unit: str
     words: str
@@ -106,7 +106,10 @@ class LossAnalysis:
         )
 
     def what_if(self, lost: Collection[str]) -> LossReport | None:
-        """Returns what is lost if all of these nodes vanish; None if everything can be restored."""
+        """Returns the loss if all of these nodes vanish.
+
+        The result is None if everything can be restored.
+        """
         lost = frozenset(lost)
         world = len(self.placement.domains)
         have = np.array([rank in self.slots and self.slots[rank] not in lost for rank in range(world)], np.bool_)
@@ -153,12 +156,12 @@ class LossAnalysis:
         return PairLosses(not fatal_pairs, fatal_pairs, True)
 
     def tolerated(self) -> int:
-        """Returns the greatest f such that any f domains may vanish; -1 after a loss for good.
+        """Returns the greatest f such that any f domains may vanish.
 
-        It is the least number over all lanes, stripes and ranks. A stripe bears the loss of f
-        shards, less the shards already lost. A rank bears the loss of all but one of the domains
-        that keep its slot or its capsule. If its slot held unreplicated leaves, the rank bears
-        none.
+        It is -1 after a loss for good. It is the least number over all lanes, stripes and ranks. A
+        stripe bears the loss of f shards, less the shards already lost. A rank bears the loss of
+        all but one of the domains that keep its slot or its capsule. If its slot held unreplicated
+        leaves, the rank bears none.
         """
         return _tolerated(self._by_domain, self._groups)
 

@@ -1,4 +1,4 @@
-"""Describes how well a job's state is protected now, from what daemons hold.
+"""Describes the protection of a job's state now, from the daemons' inventories.
 
     plan (newest version that can be restored) ─┐
     slots and capsules of that version ─────────┼─► LossAnalysis ─► Protection: groups,
@@ -97,7 +97,7 @@ def protection(
     decision: Decision | None,
     domains: Mapping[str, str],
 ) -> tuple[Protection, LossAnalysis | None] | None:
-    """Returns what the state survives now, for the newest version that is stored as placed.
+    """Returns the protection now, for the newest version that is stored as placed.
 
     If no version is stored as placed, the newest one that can be restored is used. A step that is
     being sealed can be restored before it is protected, so such a step is not what a loss would

@@ -129,7 +129,10 @@ class Keys:
         self._renewed_s = float("-inf")
 
     def get(self, key: str) -> tuple[bytes, int] | None:
-        """Returns the value, and the revision of its last write; None if there is no such key."""
+        """Returns the value, and the revision of its last write.
+
+        The result is None if there is no such key.
+        """
         entries = self._etcd.call("kv/range", {"key": self._name(key)}).get("kvs")
         return (_bytes(entries[0].get("value", "")), int(entries[0]["mod_revision"])) if entries else None
 
@@ -209,7 +212,10 @@ class Keys:
         return self._etcd.call("kv/txn", body)
 
     def _renew(self) -> None:
-        """Makes the job's lease or keeps it alive, at most once in a third of its time."""
+        """Makes the job's lease or keeps it alive.
+
+        It does so at most once in a third of the lease's time.
+        """
         if time.monotonic() - self._renewed_s < self._ttl_s / 3:
             return
         try:

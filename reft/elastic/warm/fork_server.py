@@ -216,7 +216,10 @@ class _ScriptLoader(importlib.machinery.SourceFileLoader):
 
 
 def run(order: WorkerOrder) -> None:
-    """Turns this process into the worker of the order, as if Python had been started for it."""
+    """Turns this process into the worker of the order.
+
+    It is as if Python had been started for the worker.
+    """
     *standard, go = order.descriptors
     if not os.read(go, 1):
         os._exit(1)  # the agent has ended, or has started another process instead

@@ -150,7 +150,10 @@ class WarmWorkers:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
     ) -> subprocess.Popen[bytes] | None:
-        """Returns a forked worker; None, after a line with the reason, if torch must start it."""
+        """Returns a forked worker.
+
+        If torch must start it, the result is None, after a line with the reason.
+        """
         if self._server is None:
             return None
         if not can_fork(command):

@@ -1,4 +1,4 @@
-"""Hooks that report the phases of an iteration to the profiler; the user's loop does not change.
+"""Hooks that report the phases of an iteration to the profiler. The user's loop does not change.
 
     pipelining    torch.distributed.pipelining, all schedules
     deepspeed     DeepSpeed's PipelineEngine

@@ -56,7 +56,7 @@ def description(schedule: Any) -> Pipeline | None:
 
 
 def follow(schedule: Any, profiler: IterationProfiler) -> Callable[[], None]:
-    """Wraps the methods of the schedule and its stages, and returns a function that undoes that."""
+    """Wraps the methods of the schedule and its stages. It returns a function that undoes that."""
     stages = stages_of(schedule)
     counted = _Counted(profiler)
     undo = [_wrap(schedule, "step", counted.step), _wrap(schedule, "_compute_loss", counted.beside("loss"))]

@@ -67,7 +67,7 @@ class MegatronModuleExtractor(ModuleExtractor):
             )
 
     def parameters(self, prefix: str, value: nn.Module, known: ParameterNames) -> Iterator[NamedParameter]:
-        """Yields the parameters, named as in Megatron's checkpoints, whatever the chunk."""
+        """Yields the parameters of any chunk, named as in Megatron's checkpoints."""
         regions = _names_and_regions(value)
         for module_tensor in self.slots(prefix, value, "_parameters"):
             if id(module_tensor.tensor) not in regions:

@@ -112,7 +112,7 @@ class Extractor(Protocol):
         """
 
     def restore(self, prefix: str, value: Any, names: ParameterNames, saved: Mapping[str, Any]) -> None:
-        """Restores what `capture` returned, after all leaves were restored.
+        """Restores the result of `capture`, after all leaves were restored.
 
         Raises:
             reft.errors.LayoutChanged: the saved state is of another object.
