@@ -380,7 +380,7 @@ def process(command: Sequence[str], log: Path, environment: dict[str, str]) -> I
 
 @contextmanager
 def daemon() -> Iterator[tuple[str, int]]:
-    """Yields address and pid of a new daemon; at the end it and its files are removed."""
+    """Yields address and pid of a new daemon. At the end it and its files are removed."""
     with folder() as home, folder(SHM) as slots:
         flags = [
             "--node",
@@ -403,7 +403,10 @@ def daemon() -> Iterator[tuple[str, int]]:
 
 
 def run_role(script: str, arguments: Sequence[str], environment: dict[str, str], home: Path) -> dict[str, Any]:
-    """Runs a script of this folder in a fresh process; returns the JSON that it writes."""
+    """Runs a script of this folder in a fresh process.
+
+    It returns the JSON that the script writes.
+    """
     log, result = home / "role.log", home / "result.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, str(ROOT / "bench" / script), *arguments, "--result", str(result)]

@@ -144,7 +144,10 @@ class Clock:
 
 
 class Stage:
-    """The blocks of one stage, their optimizer, and the waits of its place in the pipeline."""
+    """The blocks and the optimizer of one stage.
+
+    It also has the waits of its place in the pipeline.
+    """
 
     def __init__(self, args: argparse.Namespace, clock: Clock) -> None:
         torch.manual_seed(0)

@@ -122,9 +122,9 @@ def state(mib: int) -> dict[str, torch.Tensor]:
 
 
 def make_sealed_slot(placement: Placement, rank: int, tensors: Any, file: IO[bytes]) -> SlotMap:
-    """Returns a sealed slot in a file, mapped and with its descriptor, as in a restore.
+    """Returns a sealed slot in a file, mapped and open, as in a restore.
 
-    Processes that are forked later share both.
+    Mapping and descriptor belong to it. Processes that are forked later share both.
     """
     mapped = []
 

@@ -1,4 +1,4 @@
-"""What a snapshot after every step costs a pipeline, by the way of copying, in one interleaved run.
+"""The cost of a snapshot after every step of a pipeline. All ways of copying take turns in one run.
 
     python bench/overhead.py [--quick] [--stages P] [--rounds N] [--json FILE] [--earlier FILE…]
                              [--trace FILE]
@@ -295,7 +295,10 @@ def merged(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def overheads(blocks: list[dict[str, Any]], way: str) -> list[float]:
-    """Returns for each block of a way its median step over those of its two plain neighbours."""
+    """Returns for each block of a way its median step over its neighbours'.
+
+    The neighbours are its two plain blocks.
+    """
     medians = [median(block["steps"]) for block in blocks]
     return [
         medians[i] / ((medians[i - 1] + medians[i + 1]) / 2) - 1

@@ -1,4 +1,4 @@
-"""How long the recovery plan and the analysis of losses take, by the number of nodes.
+"""The time of the recovery plan and the loss analysis, by number of nodes.
 
     python bench/plan.py [--quick] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Runs `reft-cli demo` and draws what a terminal shows of the run, as an SVG file.
+"""Runs `reft-cli demo` and draws its terminal, as an SVG file.
 
 python bench/record_demo.py examples/demo.svg
 """

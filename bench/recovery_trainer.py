@@ -24,7 +24,7 @@ def born() -> float:
 
 
 def main() -> None:
-    """Trains one rank until a file `done` lies in OUT; only rank 0 looks for it."""
+    """Trains one rank until a file `done` lies in OUT. Only rank 0 looks for the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True, help="at most")

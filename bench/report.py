@@ -103,7 +103,7 @@ def cell(row: Row | None) -> str:
 
 
 def wrapped(text: str, mark: str = "* ") -> str:
-    """Returns a paragraph, or one point of a list, in lines of at most WIDTH columns."""
+    """Returns a paragraph, or one point of a list, in lines. Each has at most WIDTH columns."""
     indent = " " * len(mark)
     return textwrap.fill(
         text, WIDTH, initial_indent=mark, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

@@ -1,4 +1,4 @@
-"""How long one rank works on the plan of another shape, by the number of ranks.
+"""The time of one rank's work on another shape's plan, by number of ranks.
 
     python bench/reshape.py [--quick] [--json FILE]
 

@@ -84,7 +84,7 @@ def goals(restores: Sequence[dict[str, Any]]) -> list[Goal]:
 
 
 def _pages_first(into: str, some: Sequence[dict[str, Any]]) -> str:
-    """Returns, as text, the cost of allocating as many fresh pages and then of the memcpy.
+    """Returns the cost of allocating as many fresh pages and then of the memcpy.
 
     Returns nothing for restores into existing state.
     """

@@ -363,9 +363,10 @@ def extra(measurements: dict[str, Any], way: str) -> dict[str, float]:
 
 
 def _of_round(measurements: dict[str, Any], way: str, index: int) -> list[float]:
-    """Returns the steps of one way in one round, the undisturbed ones if there are any.
+    """Returns the steps of one way in one round.
 
-    A way may have several blocks in a round.
+    If some were undisturbed, these are the undisturbed ones. A way may have several blocks in a
+    round.
     """
     share = len(measurements["steps"][way]) // measurements["rounds"]
     blocks = slice(index * share, (index + 1) * share)

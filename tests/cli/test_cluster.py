@@ -1,4 +1,4 @@
-"""Training on the pretend nodes continues after a daemon is stopped and a rank is killed."""
+"""Training on the pretend nodes survives a stopped daemon and a killed rank."""
 
 from __future__ import annotations
 

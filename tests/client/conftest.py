@@ -22,7 +22,10 @@ def shared_daemon() -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def attach(shared_daemon: DaemonProcess) -> Iterator[Callable[..., Any]]:
-    """`reft.attach` with a daemon and a job of this test; what a test leaves open is closed."""
+    """`reft.attach` with a daemon and a job of this test.
+
+    It closes all sessions that a test leaves open.
+    """
     job = f"job-{uuid.uuid4().hex[:12]}"
     open_sessions = []
 

@@ -1,6 +1,6 @@
-"""SIGKILL at each failpoint of a snapshot and of a restore, of one rank and of all ranks.
+"""Tests SIGKILL at each failpoint of a snapshot and of a restore.
 
-The restarted run must equal an undisturbed run bit for bit.
+It kills one rank or all ranks. The restarted run must equal an undisturbed run bit for bit.
 """
 
 from __future__ import annotations

@@ -151,9 +151,9 @@ def test_slots_stay_while_messages_of_the_round_are_lost(pair, undisturbed):
 
 
 def test_steps_become_whole_again_after_a_daemon_was_stopped_many_times(pair):
-    """A daemon that runs for a few milliseconds at a time hears only some messages, and late.
+    """A daemon that runs briefly hears only some messages, and late.
 
-    So ranks fill different slots meanwhile.
+    It runs for a few milliseconds at a time. So ranks fill different slots meanwhile.
     """
     trainers = Trainers(Spec("", steps=1800, options={"pause_at": [2]}), 2, [process.address for process in pair])
     trainers.wait_for(2)

@@ -1,6 +1,6 @@
-"""Every example loses a rank, all ranks, and a node, each in the middle of a copy.
+"""Every example loses a rank, all ranks, and a node.
 
-Each example must end like a run without reft, bit for bit.
+Each loss comes in the middle of a copy. Each example must end like a run without reft, bit for bit.
 
 make test    one run an example, with one seeded moment of each loss; ranks are forked, nodes are
              daemons on loopback
@@ -127,7 +127,10 @@ class Run:
         return read_result(self.folder, self.example.world)
 
     def lose(self, moment: Moment, seal_at: int, site: Site) -> int:
-        """Starts the job and causes the loss of `moment`; returns the step that was whole then."""
+        """Starts the job and causes the loss of `moment`.
+
+        It returns the step that was whole then.
+        """
         point = f"snapshot.chunk:stop:rank={moment.rank}:from={moment.step}:after={moment.after}"
         ranks = self.start(point, seal_at)
         victim = ranks.processes[moment.rank]

@@ -56,7 +56,7 @@ def run(daemon: DaemonProcess, *command: str, **changes: str) -> subprocess.Comp
 
 
 def killed(daemon: DaemonProcess, job: str, rank: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """Starts a run and kills `rank` in the middle of a copy, once the step before is whole."""
+    """Starts a run and kills `rank` in the middle of a copy. The step before is whole by then."""
     process = started(daemon, *command, REFT_JOB=job, REFT_FAILPOINTS=f"{STOP_IN_COPY}:rank={rank}")
 
     def victim() -> int | None:

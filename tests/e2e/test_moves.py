@@ -54,7 +54,7 @@ def train(daemons: Sequence[DaemonProcess], **options: object) -> list:
 
 
 def stop(daemons: Sequence[DaemonProcess], failpoints: str = "", stop_step: int = STOP_AT, **options: object) -> None:
-    """Trains until step `at` is whole and all ranks pause there, and then kills all ranks."""
+    """Trains until step `at` is whole, and then kills all ranks. All ranks pause at that step."""
     spec = spec_of(pause_at=[stop_step], **options)
     spec.options["seal_at"] = [*OPTIONS["seal_at"], stop_step]
     spec.failpoints = failpoints
@@ -140,9 +140,10 @@ def test_a_node_that_left_the_job_still_provides_its_slots(site, plain):
 
 
 def test_attach_finds_a_node_that_only_another_node_knows(site):
-    """The job runs on A and B, then on B and C, then on A and D.
+    """The job runs on three pairs of nodes in turn.
 
-    A never heard of C, and only C holds the newest step.
+    These are A and B, then B and C, then A and D. A never heard of C, and only C holds the newest
+    step.
     """
     a, b, c, d = site.add(4)
     for steps, nodes in ((4, [a, b]), (6, [b, c]), (8, [a, d])):
@@ -283,9 +284,10 @@ def test_an_epoch_decided_on_one_node_does_not_win_after_the_other_node_is_lost(
 
 
 def test_attach_refuses_two_separate_histories_until_one_is_purged(site, plain):
-    """The job runs on A and B; on A and C while B is silent; on B and D while A and C are silent.
+    """The job runs on three pairs of nodes in turn.
 
-    Then all nodes answer.
+    It runs on A and B, on A and C while B is silent, and on B and D while A and C are silent. Then
+    all nodes answer.
     """
     a, b, c, d = site.add(4)
     stop([a, b])

@@ -1,6 +1,7 @@
-"""A node dies at the worst moments, and a replacement goes on with the state of the others.
+"""A node dies at the worst moments.
 
-The result equals an undisturbed run bit for bit.
+A replacement goes on with the state of the others. The result equals an undisturbed run bit for
+bit.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ def undisturbed(tmp_path_factory):
 
 
 def assert_went_on(result: TrainingResult, lost_s: float, whole: int) -> None:
-    """Fails unless all ranks went on from one step, at least as new as the whole one."""
+    """Fails unless all ranks went on from one step.
+
+    That step is at least as new as the whole one.
+    """
     bases = {
         rank: next((attempt.base for attempt in attempts if attempt.started_s > lost_s and attempt.steps), None)
         for rank, attempts in result.attempts.items()

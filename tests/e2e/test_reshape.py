@@ -63,7 +63,10 @@ def ranks_held(node: DaemonProcess) -> set[int]:
 
 
 def test_ddp_shrinks_and_grows(site, tmp_path):
-    """Four ranks become three after the loss of the fourth node, and four with a new node."""
+    """Four ranks become three after the loss of the fourth node.
+
+    They are four again with a new node.
+    """
     nodes = site.add(4)
     job = Job(tmp_path)
     four = job.run("ddp", nodes)

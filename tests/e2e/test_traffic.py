@@ -110,7 +110,10 @@ class Case:
         return self.w * up(-(-lane // (self.nodes * self.k * self.w)), 8)
 
     def sections(self, rank: int) -> list[tuple[int, int]]:
-        """Returns begin and size of the rank's data shards, and of its parity, in the slot."""
+        """Returns begin and size of the rank's data shards, and of its parity.
+
+        They count in the slot.
+        """
         data, parity = self.k * self.shard(rank), self.f * self.shard(rank)
         return [(0, data), (up(data, CHUNK), parity)]
 
@@ -236,7 +239,9 @@ def tcp_bytes(pid: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A node's average bytes for one snapshot, and the bytes that it had to send to each holder.
+    """A node's average bytes for one snapshot.
+
+    `owed` has the bytes that it had to send to each holder.
 
     Attributes:
         tcp: on all TCP connections.

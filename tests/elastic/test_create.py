@@ -1,4 +1,4 @@
-"""A rendezvous handler that can't be made leaves no process behind, and torch as it was."""
+"""A rendezvous handler that can't be made leaves no process behind. It leaves torch as it was."""
 
 from __future__ import annotations
 

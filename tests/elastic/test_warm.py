@@ -138,7 +138,7 @@ def test_a_worker_is_a_child_of_the_agent_and_shows_its_own_command(tmp_path, st
 
 
 def test_a_worker_without_go_never_runs(tmp_path, server):
-    """As after the end of the agent, or if the agent has started another process instead."""
+    """The agent has ended, or it has started another process instead."""
     wait, go = os.pipe()
     said = tmp_path / "said"
     command = [sys.executable, "-u", PROBE, str(said), "0"]

@@ -165,7 +165,10 @@ def upwards(module: str, imported: Import) -> str:
 
 
 def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
-    """Returns the names on one circle of imports, with the first again at the end, or []."""
+    """Returns the names on one circle of imports.
+
+    The first name stands again at the end. Without a circle the list is empty.
+    """
     done: set[str] = set()
 
     def search(name: str, path: list[str]) -> list[str]:

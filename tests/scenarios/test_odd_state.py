@@ -289,7 +289,7 @@ def test_buffers_that_training_makes_or_resizes_are_restored(attach):
 
 
 def test_a_buffer_made_in_inference_mode_is_restored(attach):
-    """For example a mask that an evaluation between two steps makes; it has no version counter."""
+    """For example, an evaluation between two steps makes a mask. It has no version counter."""
 
     def make():
         model = nn.Linear(4, 4)

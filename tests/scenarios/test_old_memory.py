@@ -1,8 +1,8 @@
-"""This reft restores a job that an earlier reft left in a node's memory, bit for bit.
+"""This reft restores a job from an earlier reft, bit for bit.
 
-golden/held-0.1.tar.gz is the folder of the daemon of 2026-11-23 (commit 7f3928b) after SIGKILL:
-record, slots and capsule of five steps of AdamW on two linear layers and a BatchNorm, with an LR
-scheduler. `expected.npz` is the state that training had.
+The job was left in a node's memory. golden/held-0.1.tar.gz is the folder of the daemon of
+2026-11-23 (commit 7f3928b) after SIGKILL: record, slots and capsule of five steps of AdamW on two
+linear layers and a BatchNorm, with an LR scheduler. `expected.npz` is the state that training had.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every kind of state is restored bit for bit, into new objects of the next session."""
+"""Every kind of state is restored bit for bit. The objects of the next session are new."""
 
 from __future__ import annotations
 

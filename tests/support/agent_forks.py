@@ -1,4 +1,4 @@
-"""Forks torchrun's agents from a process that has imported torch, into the namespaces of a node."""
+"""Forks torchrun's agents into the namespaces of a node. The forking process has imported torch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Certificates:
-    """Authorities in a folder, by name; one certificate of each serves all nodes of a test."""
+    """Authorities in a folder, by name. One certificate of each serves all nodes of a test."""
 
     folder: Path
 

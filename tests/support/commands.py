@@ -24,7 +24,10 @@ BENCHMARK = re.compile(r"([A-Z_]+=\S+ +)*(\.venv/bin/)?python bench/(?!picture|r
 
 
 def parts(text: str) -> tuple[list[str], str, str]:
-    """The lines of code blocks, those of shell blocks among them as text, and all other text."""
+    """The code blocks' lines, the shell blocks as text, and all other text.
+
+    Lines of shell blocks also count as lines of code blocks.
+    """
     code, shell, prose = [], [], []
     fence = None
     for line in text.replace("\\\n", " ").splitlines():
@@ -62,7 +65,7 @@ def matching(pattern: re.Pattern[str]) -> list[str]:
 
 
 class Reader:
-    """A person who types what a README prints, in a folder that looks like the checkout.
+    """A reader that types a README's commands, in a folder like the checkout.
 
     Args:
         folder: an empty one.

@@ -1,4 +1,4 @@
-"""A fake CUDA runtime, with the device, the stream and the last error of each thread.
+"""A fake CUDA runtime. Each thread has its device, its stream and its last error.
 
 It follows the rules of CUDA 12 and torch.cuda:
   - A thread begins with device 0, whatever device other threads have set.

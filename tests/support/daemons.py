@@ -1,4 +1,4 @@
-"""A real daemon process for tests, with folders of its own that are removed at the end."""
+"""A real daemon process for tests. It has folders of its own, which are removed at the end."""
 
 from __future__ import annotations
 

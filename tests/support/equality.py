@@ -6,7 +6,7 @@ from typing import Any
 
 
 def assert_equal(after: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
-    """Fails unless each rank of a disturbed job ended like the rank of the undisturbed run."""
+    """Fails unless each rank of a disturbed job ended like the undisturbed rank."""
     for mine, reference in zip(after, plain, strict=True):
         assert mine["losses"] == reference["losses"][mine["began"] :]
         assert mine["digests"] == reference["digests"]

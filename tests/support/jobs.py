@@ -52,7 +52,7 @@ class Refused(grpc.RpcError):
 
 @contextmanager
 def refused(code: grpc.StatusCode, text: str = "") -> Iterator[None]:
-    """Expects that a call or a report ends with this status, and a message with `text` in it."""
+    """Expects that a call or a report ends with this status. The message has `text` in it."""
     with pytest.raises(grpc.RpcError) as error:
         yield
     assert error.value.code() is code, error.value.details()
@@ -233,7 +233,7 @@ def write(
     slot: SlotMap, version: Version, upto: SlotState = SlotState.SEALED, nbytes: int = 2 * CHUNK,
     compared: Mapping[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """Writes a version into a slot as a trainer does, and stops in the state `upto`.
+    """Writes a version into a slot as a trainer does. It stops in the state `upto`.
 
     Args:
         slot: where to write.

@@ -1,4 +1,7 @@
-"""Jobs whose ranks load in threads of one process, from slots in the memory of this process."""
+"""Jobs whose ranks load in threads of one process.
+
+Their slots lie in the memory of this process.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +114,7 @@ class Job:
 
 
 def few() -> Tensors:
-    """Returns few tensors, one not dense, so that tests can try all losses of a wide group."""
+    """Returns few tensors, one of them not dense. Tests can then try all losses of a wide group."""
     small = {f"small.{i}": random((3 * i + 1,), torch.bfloat16, i) for i in range(4)}
     return small | {"odd": random((2503,), torch.int8, 101), "strided": random((8, 64), torch.float32, 103)[:, ::2]}
 

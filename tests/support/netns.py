@@ -140,7 +140,10 @@ class Space:
         return ["nsenter", "--net", "--pid", "--mount", "--target", str(self._pid), "--", *command]
 
     def seen(self, path: Path) -> Path:
-        """Returns the path from outside for a path in the node; valid while the node lives."""
+        """Returns the path from outside for a path in the node.
+
+        It is valid while the node lives.
+        """
         return Path(f"/proc/{self._pid}/root{path}")
 
     def unplug(self) -> None:
@@ -186,7 +189,10 @@ class LoopbackStore:
 
 
 class Loopback:
-    """One node, made of processes that carry its mark, and a folder; see Space for the methods."""
+    """One node, made of processes that carry its mark, and a folder.
+
+    Space describes the methods.
+    """
 
     init = 0  # there is no process whose namespaces could be entered
 
@@ -207,7 +213,7 @@ class Loopback:
         """Does nothing: connections on one machine are always reset when their process ends."""
 
     def kill(self) -> None:
-        """Ends all processes of the node; stops all first, so that none sees another one die."""
+        """Ends all processes of the node. It stops all first, so that none sees another one die."""
         living = marked(self._mark)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in living:
@@ -238,7 +244,10 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def folder_on_loopback(otherwise: Path) -> Path:
-    """Returns a folder in memory for the slots of all nodes; `otherwise` if memory is too small."""
+    """Returns a folder in memory for the slots of all nodes.
+
+    It returns `otherwise` if memory is too small.
+    """
     return slots_folder(ROOM_BYTES, otherwise)
 
 

@@ -77,7 +77,7 @@ STATUS_S = 5.0
 
 
 def stop_at(point: str, *, rank: int, step: int | None = None, epoch: int = 1, after: int = 0) -> str:
-    """Returns a failpoint that stops a rank for good, so that a test can lose its node then.
+    """Returns a failpoint that stops a rank for good. A test can lose the rank's node then.
 
     Args:
         point: the name of the failpoint, such as "snapshot.chunk".
@@ -381,7 +381,10 @@ class Nodes:
         return max(((s.epoch.counter, s.whole) for s in self.statuses(job) if s.whole >= 0), default=(0, -1))
 
     def stopped(self) -> Machine | None:
-        """Returns the node of a trainer that has stopped at a failpoint; None if there is none."""
+        """Returns the node of a trainer that has stopped at a failpoint.
+
+        The result is None if there is none.
+        """
         for machine in self.living:
             for process in marked(self._mark(machine.name)):
                 with contextlib.suppress(psutil.Error):
@@ -453,7 +456,7 @@ class Nodes:
         return self._launch.training
 
     def story(self) -> str:
-        """Returns the timeline and the ends of all logs, for a person who analyses a failure."""
+        """Returns the timeline and the ends of all logs, to analyse a failure."""
         parts = [*self.timeline, self._training.tail(40)] if self._launch else list(self.timeline)
         for log in sorted(self.folder.glob("*.log")):
             parts += [f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-15:]]

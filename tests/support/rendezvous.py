@@ -1,7 +1,7 @@
-"""Real torchrun agents for tests, each with a folder and a log; all are removed at the end.
+"""Real torchrun agents for tests, each with a folder and a log.
 
-The agents are forked from a server that has imported torch, because the import costs three seconds
-of a core.
+All are removed at the end. The agents are forked from a server that has imported torch, because the
+import costs three seconds of a core.
 
     with Agents(folder, "--rdzv-backend=reft", …) as agents:
         agents.start("--local-addr=127.0.0.1")

@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Loader:
-    """A data loader with the position of its own rank, which fits the same number of ranks only."""
+    """A data loader with the position of its own rank. It fits the same number of ranks only."""
 
     def __init__(self, world: int) -> None:
         self.world, self.mine, self.given = world, 0, 0

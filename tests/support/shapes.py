@@ -117,7 +117,7 @@ def whole_state(rng: random.Random, count: int, elements: int) -> Tensors:
 
 
 def random_shape(rng: random.Random, whole: Tensors, ranks_max: int = 16) -> Shape:
-    """Returns a random mesh of up to three dimensions, with a random cut of each tensor."""
+    """Returns a random mesh of up to three dimensions. Each tensor has a random cut."""
     while True:
         mesh = tuple(rng.choice((1, 2, 2, 3, 4)) for _ in range(rng.randint(1, 3)))
         if math.prod(mesh) <= ranks_max:

@@ -68,7 +68,7 @@ def _sharded(module: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Module
 
 
 def _parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Applies TP to the blocks and SP to their norms; the rest is replicated over the mesh."""
+    """Applies TP to the blocks and SP to their norms. The rest is replicated over the mesh."""
     plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
             "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}  # fmt: skip
     for part in list(module)[1:3]:
@@ -185,7 +185,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digests(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Returns the kind and a digest of the bytes of every local tensor of the state."""
+    """Returns kind and digest of every local tensor of the state.
+
+    A digest covers the tensor's bytes.
+    """
     tensors = {f"p{i}": each for i, each in enumerate(optimizer.param_groups[0]["params"])}
     tensors |= dict(module.named_buffers())
     inner = getattr(optimizer, "optim", optimizer)
@@ -235,7 +238,10 @@ class Training:
 
 
 def round_trip(name: str, world: int, daemon: str) -> dict[str, Any]:
-    """Trains and seals, restores the state into new objects, and takes one more step with both."""
+    """Trains and seals, and restores the state into new objects.
+
+    It takes one more step with both.
+    """
     first = Training(name, world, seed=1)
     session = first.attach(daemon)
     for step in session.steps(3):

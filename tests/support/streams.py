@@ -83,11 +83,12 @@ class Late(Inline):
 
 
 class Strict(Late):
-    """A late device that checks the rule of torch's allocator for memory of the compute stream.
+    """A late device that checks a rule of torch's allocator.
 
-    Such memory may still be in use there when it is allocated. So the side stream may write it only
-    behind an event that the compute stream recorded after the allocation. Memory allocated on the
-    side stream is free to use. Allocations inside of `watching` are checked.
+    The rule is for memory of the compute stream. Such memory may still be in use there when it is
+    allocated. So the side stream may write it only behind an event that the compute stream recorded
+    after the allocation. Memory allocated on the side stream is free to use. Allocations inside of
+    `watching` are checked.
     """
 
     def __init__(self) -> None:

@@ -250,9 +250,9 @@ def test_a_killed_rank_and_then_all_of_them(example, seed, plain, daemon):
 def one_on_each(
     nodes: list[DaemonProcess], example: Example, name: str, **changes: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts a rank on each of two nodes, without torchrun; kills what is left at the end.
+    """Starts a rank on each of two nodes, without torchrun.
 
-    There are two daemons on one host.
+    It kills the rest at the end. There are two daemons on one host.
     """
     port = str(free_port())
     with ExitStack() as stack:
@@ -270,7 +270,7 @@ def one_on_each(
 @pytest.mark.parametrize("seed", [0, *OTHER_MOMENTS])
 @pytest.mark.parametrize("example", ALONE, indirect=True)
 def test_a_lost_node(example, seed, plain, site):
-    """A node is lost with its rank, in mid-copy, and its memory; a new node replaces it."""
+    """A node is lost with its rank and its memory, in mid-copy. A new node replaces it."""
     chance = random.Random(f"node {seed}")
     lost, step = chance.randrange(2), chance.randrange(6, 15)
     nodes = site.add(2)

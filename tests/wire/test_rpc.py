@@ -33,7 +33,10 @@ class Failed(grpc.RpcError):
 
 
 def raised_by_the_daemon() -> set[str]:
-    """Returns names of error classes that the daemon, or its code in wire and core, raises."""
+    """Returns names of error classes that the daemon raises.
+
+    Its code in wire and core counts too.
+    """
     ours = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, ReftError)}
     names = set()
     for folder in ("daemon/reft_daemon", "reft/wire", "reft/core"):

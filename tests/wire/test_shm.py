@@ -1,4 +1,4 @@
-"""Tests that a mapping begins where a huge page may, and lasts while any array holds it."""
+"""Tests that a mapping begins where a huge page may. It must last while any array holds it."""
 
 from __future__ import annotations
 

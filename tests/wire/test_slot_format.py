@@ -183,7 +183,7 @@ def test_a_newer_major_version_is_refused_by_name():
 
 
 def test_the_older_major_version_is_refused_by_name():
-    """Its table gives no places, so a reader would take the data shards of a cell for leaves."""
+    """Its table gives no places. So a reader would take the data shards of a cell for leaves."""
     slot = np.frombuffer(gzip.decompress((golden.FOLDER / "slot-1.0-sealed.gz").read_bytes()), np.uint8)
     with pytest.raises(FormatError, match=r"(?s)format 1\.0; this reft reads 2.*Fix: "):
         SlotMap(slot)
@@ -325,7 +325,7 @@ def test_the_table_is_written_once_for_all_versions_of_a_layout():
 
 
 def test_a_layout_is_new_until_a_version_of_it_has_landed():
-    """Zeros are written only while the layout is new, so a failed snapshot must leave it new."""
+    """Zeros are written only while the layout is new. So a failed snapshot must leave it new."""
     slot, map_ = filled(b"one")
 
     def begin(layout: bytes) -> bool:
@@ -342,7 +342,10 @@ def test_a_layout_is_new_until_a_version_of_it_has_landed():
 
 
 def test_a_writer_that_died_before_its_table_leaves_no_header_with_a_table():
-    """Otherwise the next writer of that layout would skip the table and seal a useless version."""
+    """Otherwise the next writer of that layout would skip the table.
+
+    It would then seal a useless version.
+    """
     table, held = table_to(golden.layout()), golden.layout()
     slot = golden.make("empty")
     dying = SlotMap(slot)
@@ -367,7 +370,7 @@ def test_parts_never_overlap_and_begin_at_pages():
 
 @pytest.fixture
 def quick_switches():
-    """Makes Python threads take turns at once, so that a thread waits only for the lock itself."""
+    """Makes Python threads take turns at once. A thread then waits only for the lock itself."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -55,7 +55,7 @@ def test_a_node_that_had_the_full_time_is_not_asked_again(monkeypatch):
 
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_node_at_the_address_of_a_lost_node_is_not_counted_twice(monkeypatch, settled):
-    """Node b was rebooted as node a, which takes part now and answers at the address of b."""
+    """Node b was rebooted as node a. It takes part now and answers at the address of b."""
     monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: settled)
     asked = []
 
@@ -70,7 +70,10 @@ def test_a_node_at_the_address_of_a_lost_node_is_not_counted_twice(monkeypatch, 
 
 
 def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.InventoryReply:
-    """Returns the reply of a node that knows an epoch, the epoch's nodes, and the base's nodes."""
+    """Returns the reply of a node that knows one epoch.
+
+    The node also knows the epoch's nodes and the base's nodes.
+    """
     epochs = [pb.Epoch(counter=each, ident=bytes([each]) * 16) for each in (epoch, epoch - 1)]
     reply = pb.InventoryReply(node_id=node, decision=pb.Decision(epoch=epochs[0]))
     reply.manifest.nodes.extend(NODES[each] for each in nodes)
@@ -94,7 +97,7 @@ def test_a_node_that_only_a_survey_names_is_asked_too(monkeypatch):
 
 
 def test_nodes_of_an_older_history_are_not_asked(monkeypatch):
-    """Nodes that left two attaches ago may be gone for good; each restart would wait for them."""
+    """Nodes that left two attaches ago may be gone for good. Each restart would wait for them."""
     monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: True)
     asked = []
 

@@ -72,7 +72,7 @@ BASE, OWN = Version(Epoch(2, b"b" * 16), 6), Epoch(3, b"c" * 16)
     ids=["nothing new", "the daemon heard first", "the rank heard first", "a step that was discarded", "nothing"],
 )
 def test_the_base_is_the_newest_version_that_a_rank_or_daemon_knows_to_be_whole(known, told, newest):
-    """A daemon that knows a version to be whole may have freed the data of older versions."""
+    """A daemon that knows a whole version may have freed older data."""
     acts = []
     ended = SimpleNamespace(
         whole=known, is_discarded=lambda step: step <= 3, retire=lambda deadline_s: acts.append("closed") or True,

@@ -327,7 +327,7 @@ def test_if_all_newer_versions_are_damaged_the_restored_base_is_found_again(daem
 
 
 def test_a_truncated_slot_is_an_erasure(daemon):
-    """Reading a mapping past the end of the file kills a process; daemon and attach survive."""
+    """Reading a mapping past the end of the file kills a process. Daemon and attach survive."""
     trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [6, 7, 8]}))
     trainers.wait_for(8)
     trainers.kill()

@@ -114,7 +114,7 @@ def test_a_later_reply_does_not_undo_a_decision(reporter, played):
 
 
 def test_a_step_older_than_the_last_report_stays_void(reporter, played):
-    """The report of a newer step made the step void; a later report must not call it sealed."""
+    """The report of a newer step made the step void. A later report must not call it sealed."""
     reporter.answer(5, VOID)
     assert played.next() == report_of({5: VOID})
     reporter.answer(4, SEALED)

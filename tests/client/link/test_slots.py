@@ -18,7 +18,7 @@ MANY = Geometry(table_capacity=0, data_capacity=16 << 20, chunk_bytes=256 << 10)
 
 @pytest.fixture
 def descriptor():
-    """Returns the descriptor of a slot's file with all pages; the slot that maps it owns it."""
+    """Returns the descriptor of a slot's file with all pages. The slot that maps it owns it."""
     file = os.memfd_create("slot")
     os.posix_fallocate(file, 0, MANY.file_bytes)
     SlotMap.create(np.frombuffer(mmap.mmap(file, MANY.file_bytes), np.uint8), MANY, "job", 0)

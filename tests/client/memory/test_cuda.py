@@ -120,9 +120,9 @@ def is_mapped(address: int, nbytes: int) -> bool:
 
 
 def test_the_host_sleeps_when_it_waits_and_waits_only_for_the_side_stream(runtime):
-    """A thread may wait for copies for a whole window, and must not keep a core busy.
+    """A thread may wait for copies for a whole window.
 
-    A mark never waits.
+    It must not keep a core busy. A mark never waits.
     """
     device = Device(OWN)
     device.host_waits(device.record_side())

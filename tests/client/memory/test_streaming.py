@@ -1,6 +1,7 @@
-"""Copies past the caches write the same bytes as numpy at any size and alignment, and no others.
+"""Copies past the caches write the same bytes as numpy, and no others.
 
-Where reft was installed without a compiler, only numpy's copy is tested.
+This holds at any size and alignment. Where reft was installed without a compiler, only numpy's copy
+is tested.
 """
 
 from __future__ import annotations

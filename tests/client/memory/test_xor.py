@@ -1,4 +1,4 @@
-"""The torch executor gives the same bytes as the numpy executor, without memory of its own."""
+"""The torch executor gives the same bytes as the numpy executor. It has no memory of its own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_torch_computes_the_same_as_numpy(k, f, dtype, device):
 
 @pytest.mark.parametrize(("k", "f"), SHAPES)
 def test_no_temporaries(k, f):
-    """There is one operator a step, and every result lies in a register that was passed."""
+    """There is one operator a step. Every result lies in a register that was passed."""
     for program in programs(code_for(k, f)):
         tensors = [[torch.from_numpy(each) for each in group] for group in random_groups(program, 64)]
         before = [each.data_ptr() for group in tensors for each in group]

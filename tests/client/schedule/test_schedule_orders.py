@@ -44,6 +44,6 @@ def test_orders_are_those_of_torch(P, M):
 
 @pytest.mark.parametrize(("P", "M"), [shape for shape in SHAPES if shape[0] <= shape[1]])  # torch needs M >= P
 def test_1f1b_is_that_of_torch_up_to_its_last_stage(P, M):
-    """torch 2.13 lists the last stage's forwards from 1 on, but runs them from 0 on."""
+    """torch 2.13 lists the last stage's forwards from 1 on. It runs them from 0 on."""
     ours = [[(a.kind, p, a.microbatch) for a in actions.one_f_one_b(p, P, M)] for p in range(P)]
     assert ours[:-1] == torchs("1F1B", P, M, None)[:-1]

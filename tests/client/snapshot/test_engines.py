@@ -1,8 +1,8 @@
-"""The contract of a copy engine, for the CPU engine (one thread and two) and the CUDA engine.
+"""The contract of a copy engine, for the CPU engine and the CUDA engine.
 
-A single process stores all its state. In a group, each rank writes its data shards and parity, and
-the slots of any D - f ranks give the whole state. test_save_plan.py tests save plans without an
-engine.
+The CPU engine has one thread or two. A single process stores all its state. In a group, each rank
+writes its data shards and parity, and the slots of any D - f ranks give the whole state.
+test_save_plan.py tests save plans without an engine.
 
 Without a GPU the CUDA engine runs on two fake devices: one does all work at once, the other as late
 as possible. With a GPU it also runs on CUDA.
@@ -335,7 +335,10 @@ def test_a_slot_is_opened_after_all_allocations(engine, monkeypatch):
 
 
 def test_a_leaf_with_gaps_that_spans_chunks_and_shards():
-    """One thread could digest a chunk before another thread has copied the rest of the leaf."""
+    """One thread could digest a chunk that another thread has not finished.
+
+    The rest of the leaf would not be copied yet.
+    """
     tensors = {"gaps": torch.randn(600, 300)[:, ::2], "after": torch.randn(30000)}
     for D, f in ((1, 0), (3, 1)):
         placement = placement_of(TensorIndex(tensors, set()), D, f)

@@ -164,7 +164,10 @@ class Driver:
 
 
 def test_calls_of_cuda_in_other_threads_break_no_capture(monkeypatch):
-    """In the global mode, to wait for an event or to pin memory would break a capture."""
+    """A wait for an event would break a capture in the global mode.
+
+    Pinning memory would break it too.
+    """
     driver, runtime = Driver(), Runtime()
     runtime.install(monkeypatch)
     monkeypatch.setattr(runtime, "call", driver.note)

@@ -127,7 +127,7 @@ def test_everything_is_copied_at_once_if_training_leaves_the_plan_or_waits(engin
 
 
 def failing(copy_engine, tensors) -> Taken:
-    """Begins a snapshot that will fail with its first chunk, in the gap or after it."""
+    """Begins a snapshot that will fail with its first chunk. It fails in the gap or after it."""
     taken = Taken(tensors, set())
     taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
 

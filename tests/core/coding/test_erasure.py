@@ -1,4 +1,7 @@
-"""Every code against a naive XOR of its table, all patterns of losses, and operation counts."""
+"""Tests every code against a naive XOR of its table.
+
+All patterns of losses and operation counts are tested.
+"""
 
 from __future__ import annotations
 

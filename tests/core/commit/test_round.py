@@ -463,7 +463,7 @@ def test_replicas_that_differ_make_the_step_void_and_name_the_cell():
 
 
 def test_after_a_difference_no_later_step_becomes_whole():
-    """The window of the next step lies elsewhere and matches, but the difference is still there."""
+    """The window of the next step lies elsewhere and matches. The difference is still there."""
     node = both_sealed({3: 7}, {3: 8})
     for rank in (0, 1):
         node.hear_rank(rank, report_of({2: SEALED}), {2: {3: 1}})

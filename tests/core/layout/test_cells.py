@@ -121,7 +121,10 @@ KINDS = st.lists(st.integers(0, 3), min_size=1, max_size=24)
 
 
 def divided(pool, kinds, order: random.Random):
-    """Returns the layouts of each kind, leaves in any order, and the division of the ranks."""
+    """Returns the layouts of each kind, and the division of the ranks.
+
+    The leaves are in any order.
+    """
     leaves = [leaf(f"leaf{i:02}", size, dtype, staged) for i, (size, dtype, staged, _) in enumerate(pool)]
     layouts = []
     for kind in range(4):

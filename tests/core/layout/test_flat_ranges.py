@@ -21,7 +21,10 @@ def pieces(whole):
 
 
 def elements(whole, piece, offset):
-    """Returns the flat indices of a piece's elements in the whole tensor, in the piece's order."""
+    """Returns the flat indices of a piece's elements in the whole tensor.
+
+    They are in the piece's order.
+    """
     grid = np.arange(math.prod(whole)).reshape(whole)
     return grid[tuple(slice(o, o + n) for o, n in zip(offset, piece, strict=True))].reshape(-1).tolist()
 

@@ -250,7 +250,7 @@ def test_a_node_that_is_cut_off_does_not_report_others_lost(seed):
 @pytest.mark.parametrize("is_daemon", [True, False])
 @pytest.mark.parametrize("seed", range(8))
 def test_after_a_short_cut_no_other_node_is_lost(is_daemon, seed):
-    """Connections return one by one; an agent may come first, or a daemon that hears no node."""
+    """Connections return one by one. An agent may come first, or a daemon that hears no node."""
     cluster = Cluster(40, seed=seed).run(3 + seed / 7)
     cluster.isolate("n3")
     detector = cluster.lookouts["n3"]

@@ -130,7 +130,7 @@ class Size:
 
 @functools.cache
 def lane(nodes: int) -> Placement:
-    """Returns the placement of one cell on one rank of each node; one slot may be missing."""
+    """Returns the placement of one cell on one rank of each node. One slot may be missing."""
     layout = pack([Leaf("w", "float32", (1 << 16,), (1,), 1 << 18, False, (1 << 16,), (0,))])
     return place(divide({b"": layout}, [b""] * nodes), range(nodes), "auto", 1, 64)
 
@@ -147,7 +147,10 @@ def decision_of(decision: tuple[int, Pair | None]) -> Decision:
 def in_force_of(
     decision: tuple[int, Pair | None], count: int, lost: int | None, ghost: Ghost, written: Collection[recovery.Epoch]
 ) -> Decision:  # fmt: skip
-    """Returns the decision in force if a returned node has another one with a larger counter."""
+    """Returns the decision in force if a returned node has another one.
+
+    The other one has a larger counter.
+    """
     assert ghost.torn is not None, "a ghost that was told nothing"
     newest = decision_of(decision)
     torn = Decision(TORN_EPOCH, version_of((*ghost.torn, SEALED)), tuple(EPOCHS[1 : ghost.torn[0] + 1]))

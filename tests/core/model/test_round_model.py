@@ -50,7 +50,10 @@ def test_each_broken_rule_is_caught(name):
 
 
 def test_step_keys_mix_two_histories():
-    """Recovery would mix an orphan's step 1 of epoch 1 with the new step 1 of epoch 2."""
+    """Recovery would mix an orphan's step 1 with a new step 1.
+
+    The orphan is of epoch 1, the new step of epoch 2.
+    """
 
     class Mixing(Model):
         def check(self, state):

@@ -26,7 +26,10 @@ def ask(paced_copy: PacedCopy, now_s: float) -> CopyTask | None:
 def walk(
     paced_copy: PacedCopy, pacing_plan: PacingPlan, weights: list[int], tick_s: float = 0.25
 ) -> list[tuple[int, Tier, int]]:
-    """Copies with one thread at the plan's rates; returns (task, tier, phase; -1 at the fence)."""
+    """Copies with one thread at the plan's rates.
+
+    It returns (task, tier, phase; -1 at the fence).
+    """
     paced_copy.begin(0.0)
     taken, now, free_s = [], 0.0, 0.0
 

@@ -1,4 +1,7 @@
-"""Tests which shards of each stripe are read, by which rank, and which lanes can't be decoded."""
+"""Tests the shards read of each stripe, and their readers.
+
+It also tests which lanes can't be decoded.
+"""
 
 from __future__ import annotations
 

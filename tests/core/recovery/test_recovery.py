@@ -112,14 +112,14 @@ def test_if_nothing_is_whole_everything_is_dropped():
 
 
 def test_versions_that_an_older_history_wrote_after_the_base_do_not_count():
-    """An orphan, or a node that comes back, still holds steps of epoch 1 that were not chosen."""
+    """An orphan, or a node that comes back, still holds steps not chosen. They are of epoch 1."""
     late = both(5, n=1)
     recovery_plan = plan([*both(3), *late], 2, Decision(TWO, at(3)))
     assert recovery_plan.base == at(3) and recovery_plan.dropped == tuple(late)
 
 
 def test_versions_before_an_older_base_do_not_count():
-    """Epoch 2 gave up step 7 of epoch 1 and began at 5; epoch 3 begins at step 8 of epoch 2."""
+    """Epoch 2 gave up step 7 of epoch 1 and began at 5. Epoch 3 begins at step 8 of epoch 2."""
     dead, base = both(7), both(8, TWO, n=1)
     decision = Decision(THREE, at(8, TWO))
     assert plan([*dead, *base], 2, decision).base == at(8, TWO)
@@ -157,7 +157,7 @@ def test_without_a_decision_every_epoch_counts():
 
 
 def test_earlier_steps_of_the_base_epoch_are_returned():
-    """A slot is preferred to a capsule; damaged ones, other epochs and the base are left out."""
+    """A slot is preferred to a capsule. Damaged ones, other epochs and the base are left out."""
     slots = [*both(3, n=1), held(0, 2, n=2), held(1, 2, WRITING, n=2), *both(1, epoch=TWO, n=3)]
     copies = [HeldCapsule("b", rank, at(step), 0) for rank in (0, 1) for step in (1, 2, 3)]
     recovery_plan = plan(slots, 2, FRESH, {("b", "capsule-1", at(1))}, copies)
@@ -274,7 +274,10 @@ def decodable(placement: Placement, have: Collection[int]) -> bool:
 
 
 def ring(placement: Placement, f: int, step: int = 1, lost: Collection[int] = (), kept: int = 0):
-    """Returns slots of one rank a node and capsules on the next f nodes, without lost nodes."""
+    """Returns slots of one rank a node and capsules on the next f nodes.
+
+    Lost nodes have neither.
+    """
     world = len(placement.domains)
     slots = [held(rank, step, node=f"n{rank}") for rank in range(world) if rank not in lost]
     holders = [(rank, (rank + i) % world) for rank in range(world) for i in range(1, f + 1)]

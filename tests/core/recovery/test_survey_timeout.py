@@ -1,4 +1,4 @@
-"""Tests how long silent nodes are waited for; tests/core/model shows that a brief wait is safe."""
+"""Tests how long silent nodes are waited for. tests/core/model shows that a brief wait is safe."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_one_loss_too_many():
 
 
 def test_a_step_that_is_being_sealed_does_not_count():
-    """The step could be restored, but not after a lost node; so the step before it counts."""
+    """The step could be restored, but not after a lost node. So the step before it counts."""
     old, new = holdings(4, 1, 7, set(range(4))), holdings(4, 1, 8, {0, 1, 2})
     copies = [HeldCapsule("n0", 3, Version(EPOCH, 8), 0)]
     protected = judged(placed(4, 1), old[0] + new[0], old[1] + new[1] + copies)

@@ -1,4 +1,4 @@
-"""Tests that a capsule file of an earlier reft is read, and rewritten byte for byte."""
+"""Tests that an earlier reft's capsule file is read and rewritten byte for byte."""
 
 from __future__ import annotations
 

@@ -18,7 +18,10 @@ LANDED, SEALED = SlotState.LANDED, SlotState.SEALED
 
 
 def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trainer):
-    """As done by systemd's RemoveIPC, or by a script that clears /dev/shm after a user's job."""
+    """Files are removed as by systemd's RemoveIPC.
+
+    A script that clears /dev/shm after a user's job does the same.
+    """
     job = Job([(daemon, [0])]).decide()
     slots = job.slots(0, trainer.pid)
     assert daemon.status("job").backing == "tmpfs"

@@ -26,7 +26,7 @@ HUGE = huge_bytes()
 
 @pytest.fixture
 def file():
-    """An empty file of shared memory of three and a half huge pages, and its mapping."""
+    """An empty file of shared memory, and its mapping. It has three and a half huge pages."""
     descriptor = os.memfd_create("slot")
     os.ftruncate(descriptor, 3 * HUGE + HUGE // 2)
     yield descriptor, map_file(descriptor, 3 * HUGE + HUGE // 2)[1]

@@ -1,4 +1,4 @@
-"""Tests that a daemon reports only those steps of a slot that a restore could use."""
+"""Tests that a daemon reports only steps that a restore could use. They are steps of a slot."""
 
 from __future__ import annotations
 

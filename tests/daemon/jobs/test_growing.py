@@ -231,7 +231,10 @@ def test_a_job_that_comes_again_waits_for_slots_of_the_dropped_job(arena, monkey
 
 
 def test_slots_count_as_held_before_they_are_made(arena, monkeypatch):
-    """Another thread makes spare files, in the memory that the arena does not count as held."""
+    """Another thread makes spare files.
+
+    They lie in the memory that the arena does not count as held.
+    """
     make_slot, held = arena._make_slot, []
 
     def look(*arguments: object) -> object:

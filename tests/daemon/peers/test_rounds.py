@@ -25,7 +25,7 @@ SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
 @pytest.fixture
 def three(start, trainer) -> Job:
-    """A job with one rank on each of three daemons, which reach each other over TCP."""
+    """A job with one rank on each of three daemons. They reach each other over TCP."""
     return leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(3)], trainer)
 
 
@@ -145,7 +145,7 @@ def test_sealed_steps_that_a_restarted_daemon_finds_reach_the_others(start, trai
 
 @pytest.mark.parametrize("left", [SlotState.LANDED, SlotState.SEALED])
 def test_mismatched_replicas_are_found_when_a_daemon_reports_for_a_trainer(start, trainer, left):
-    """The report was lost with the daemon, or was never sent; the capsule has the digests."""
+    """The report was lost with the daemon, or was never sent. The capsule has the digests."""
     job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
     for rank in (0, 1):
         write(job.slots(rank, trainer.pid)[0], job.version(1), left, compared={3: rank})

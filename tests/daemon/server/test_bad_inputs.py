@@ -44,7 +44,7 @@ def shared() -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def job(shared) -> Iterator[Job]:
-    """A job with two ranks on the shared daemon; this process holds the lease of rank 0."""
+    """A job with two ranks on the shared daemon. This process holds the lease of rank 0."""
     made = Job([(shared, [0, 1])]).decide()
     made.lease(0)
     yield made

@@ -1,4 +1,4 @@
-"""Tests a daemon whose sockets are removed, as by scripts that clear /tmp after a job."""
+"""Tests a daemon whose sockets are removed. Scripts that clear /tmp after a job do so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A member of etcd that is being stopped answers with errors; then the next member is asked."""
+"""A member of etcd that is being stopped answers with errors. Then the next member is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A token that is no revision of etcd writes nothing; the answer is the current state."""
+"""A token that is no revision of etcd writes nothing. The answer is the current state."""
 
 from __future__ import annotations
 

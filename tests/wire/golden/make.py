@@ -49,7 +49,10 @@ def payload() -> np.ndarray:
 
 
 def make(state: str) -> np.ndarray:
-    """Returns the bytes of a slot in `state`, written as a trainer and a daemon write it."""
+    """Returns the bytes of a slot in `state`.
+
+    They are written as a trainer and a daemon write them.
+    """
     slot = np.zeros(GEOMETRY.file_bytes, np.uint8)
     map_ = SlotMap.create(slot, GEOMETRY, JOB, RANK)
     if state == "empty":
