@@ -63,12 +63,13 @@ def resolve_node(parameters: RendezvousParameters) -> tuple[AgentFacts, tuple[st
     except ReftError as error:
         # Not fatal: the agent then behaves as torch's own. Trainers report the error when they
         # attach.
-        say(f"this node has no reft-daemon, so lost nodes are found late. {error}")
+        say(f"this node has no reft-daemon, so lost nodes are found late. Cause: {error}")
         return AgentFacts(process), None
     if parameters.max_nodes > 1 and all(each.startswith("unix:") for each in hello.addresses):
         say(
-            "other nodes can't reach this node's daemon, so the job can't survive the loss of a node. Set REFT_TLS_CERT, "
-            "REFT_TLS_KEY and REFT_TLS_CA (or REFT_INSECURE=1 on a trusted network) before the daemon is started."
+            "other nodes can't reach this node's daemon, so the job can't survive the loss of a node.\n"
+            "Fix: set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA (or REFT_INSECURE=1 on a trusted network) before the "
+            "daemon is started"
         )
     elif parameters.max_nodes > 1 and hello.tls and "REFT_TLS_CERT" not in os.environ:
         say(

@@ -35,7 +35,7 @@ def test_no_daemon(tmp_path):
     result = invoke("status", "--daemon", f"unix:{tmp_path}/none.sock")
     assert (result.exit_code, result.stdout) == (10, "")
     address = f"unix:{tmp_path}/none.sock"
-    assert f"no daemon answers at {address}: connect failed" in result.stderr
+    assert f"no daemon answers at {address}: No such file" in result.stderr
     assert "No such file or directory.\nFix: start reft-daemon" in result.stderr
 
 

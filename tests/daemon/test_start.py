@@ -178,7 +178,7 @@ def test_insecure_is_logged_as_a_warning_at_each_start(start):
 @pytest.mark.parametrize("address", ["0.0.0.0:7070", "[::]:7070", "*:7070", ":7070"])
 def test_an_address_that_other_nodes_could_not_call_is_refused(tmp_path, address):
     code, text = run(*flags(tmp_path), "--listen", address, "--insecure")
-    assert code == 2 and "names no address" in text and socket.getfqdn() in text.replace("\n", "")
+    assert code == 2 and "names no address" in text and "e.g. --listen localhost" not in text.replace("\n", "")
 
 
 def test_a_name_that_is_loopback_on_this_machine_is_refused(monkeypatch):
@@ -229,6 +229,7 @@ def test_the_system_error_of_a_failed_listen_is_shown(tmp_path, host, says):
             "--tls-cert",
         ),
         (["--listen", "127.0.0.1"], "is not HOST:PORT"),
+        (["--listen", "7070"], "--listen 7070 is not HOST:PORT"),
         (["--listen", "::1:0"], "[fd00::7]:29700"),
         (["--listen", "fd00::7:29700", "--insecure"], "[fd00::7]:29700"),
         (["--listen", "unix:/d.sock", "--insecure"], "is not HOST:PORT"),

@@ -13,7 +13,7 @@ def test_only_a_failure_of_another_node_restarts_workers(calm):
 
 def test_an_unhealthy_node_restarts_workers_and_stays_a_member():
     assert react("a", [NodeReport("b", Signal.UNHEALTHY, "why"), NodeReport("c", Signal.HEALTHY)]) == AgentReaction(
-        frozenset(), "UNHEALTHY: why"
+        frozenset(), "UNHEALTHY: why", "b"
     )
 
 
@@ -23,7 +23,7 @@ def test_lost_nodes_are_removed_from_the_round():
         NodeReport("c", Signal.UNHEALTHY, "ill"),
         NodeReport("d", Signal.OFFLINE, "gone too"),
     ]
-    assert react("a", signs) == AgentReaction(frozenset("bd"), "OFFLINE: gone")
+    assert react("a", signs) == AgentReaction(frozenset("bd"), "OFFLINE: gone", "b")
 
 
 def test_every_signal_has_a_row_in_the_table():

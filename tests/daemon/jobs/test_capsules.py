@@ -376,7 +376,7 @@ def test_capsules_of_strangers_and_of_older_epochs_are_refused(job):
     assert tcp_call(address, "FetchCapsule", request, job.manifest.token).rank == 1
     old, stale = record(job, 2, rank=1), pb.KeepRequest(job="job", epoch=job.epoch)
     job.decide(base=job.version(1))
-    with refused(Code.ABORTED, "is over"):
+    with refused(Code.ABORTED, "was started again"):
         tcp_call(address, "Keep", stale, job.manifest.token, pb_grpc.PeerStub)
     with refused(Code.ABORTED, "not of the history"):
         keep(job, 0, old)

@@ -223,7 +223,7 @@ def test_an_unknown_job_is_not_found(shared):
 def test_an_older_epoch_is_stale_everywhere(shared, job):
     job.close().decide()
     orphan, old = epoch_of(1), messages.epoch_to(epoch_of(1))
-    with refused(Code.ABORTED, "epoch 1 of job job is over"):
+    with refused(Code.ABORTED, "job job was started again (epoch 2)"):
         job.send_report(0, pb.ReportRequest(job="job", epoch=old))
     with refused(Code.ABORTED):
         shared.call("Release", pb.ReleaseRequest(job="job", epoch=old))
@@ -235,7 +235,7 @@ def test_an_older_epoch_is_stale_everywhere(shared, job):
     with refused(Code.ABORTED):  # the same counter, another attach
         other = pb.Decision(epoch=pb.Epoch(counter=2, ident=b"x" * 16))
         shared.call("Decide", pb.DecideRequest(manifest=job.manifest, decision=other))
-    with pytest.raises(AttachError, match="is over"):
+    with pytest.raises(AttachError, match="was started again"):
         request = pb.SlotsRequest(job="job", epoch=old, slots=["rank-0.slot-0"])
         local_socket.ask_slots(job.local_socket(), request, [], 5)
     assert shared.status("job").epoch.counter == 2

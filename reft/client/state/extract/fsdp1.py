@@ -74,7 +74,7 @@ def flat_parameters(parts: Parts) -> Iterator[ShardedFlatParameter]:
 
 
 def _whole(name: str, handle: Any, shard: torch.Tensor) -> NamedParameter:
-    """Returns the whole slice as one parameter. All ranks' slices are equally long, with padding."""
+    """Returns the whole slice as one parameter. With padding all slices are equally long."""
     size = shard.numel()
     return NamedParameter(name, handle.flat_param, shard, Region((size * handle.world_size,), (size * handle.rank,)))
 
