@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from reft.console import say
+
 TWICE = "import logging, reft.console as console; console.name_warnings(); console.name_warnings(); "
 WARNS = "logging.getLogger('reft').warning('rank %d skips snapshots', 0); logging.getLogger('reft').info('no')"
 
@@ -23,3 +25,8 @@ WARNS = "logging.getLogger('reft').warning('rank %d skips snapshots', 0); loggin
 def test_a_warning_is_printed_once_with_the_name_of_reft(configured, line):
     done = subprocess.run([sys.executable, "-c", TWICE + configured + WARNS], capture_output=True, text=True)
     assert done.stderr.splitlines() == [line]
+
+
+def test_each_line_of_a_message_has_the_name_of_reft(capfd):
+    say("no daemon answers.\nFix: start reft-daemon")
+    assert capfd.readouterr().err == "[reft] no daemon answers.\n[reft] Fix: start reft-daemon\n"

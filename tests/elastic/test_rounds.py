@@ -26,6 +26,7 @@ from reft.elastic.handler import ReftRendezvousHandler
 from reft.elastic.heartbeat_client import RoundMembers
 from reft.elastic.rounds import StateHolder
 from reft.elastic.shared_state import AgentFacts, SharedState, decode, encode
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
 
 
@@ -270,13 +271,15 @@ def test_an_agent_reacts_to_signals_while_the_store_blocks(make_job, capfd, monk
     a, b = job.agent("node-a"), job.agent("node-b")
     assert job.ranks(a, b) == [0, 1]
     b._inner._stop_heartbeats()
-    a._round_members = RoundMembers("job", "node-a", "launch", 0, b"", ())
+    nodes = (pb.Node(id="node-b", name="rack 2"),)
+    a._round_members = RoundMembers("job", "node-a", "launch", 0, b"", nodes)
     job.shared.answers.clear()
     a._holder._synced_s = float("-inf")
     assert a.num_nodes_waiting() == a.num_nodes_waiting() == 0
     assert job.shared.blocked_calls == 1, "there is still only one question"
-    a._signals.heard(a._round_members, AgentReaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
+    a._signals.heard(a._round_members, AgentReaction(frozenset({"node-b"}), "OFFLINE: it is silent.", "node-b"))
     assert a.num_nodes_waiting() == 1 and job.shared.blocked_calls == 1
+    assert "node rack 2: OFFLINE: it is silent. Workers restart now." in capfd.readouterr().err
     (joined,) = job.join(a)
     until(lambda: "store does not answer" in capfd.readouterr().err, what="the line about the store")
     assert not joined.done() and job.shared.blocked_calls == 1

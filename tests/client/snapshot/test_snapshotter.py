@@ -229,6 +229,8 @@ def test_a_slot_whose_header_could_not_be_written_is_reported_and_used_again(ran
     with caplog.at_level(logging.WARNING, "reft"):
         assert [rank.take(step) for step in (1, 2, 3, 4)] == [(StepAnswer.VOID, "division by zero")] * 4
     assert caplog.messages == ["rank 0 skips snapshots: division by zero Training goes on."]
+    rank.snapshots._note_trouble("the slot is full.\nFix: slots=4")
+    assert caplog.messages[-1] == "rank 0 skips snapshots: the slot is full. Training goes on.\nFix: slots=4"
     broken.undo()
     assert [rank.take(step) for step in (5, 6, 7)] == [(StepAnswer.SEALED, "")] * 3
 
