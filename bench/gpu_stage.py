@@ -65,7 +65,7 @@ from reft.core.coding.placement import place  # noqa: E402
 from reft.core.commit.version import Epoch, Version  # noqa: E402
 from reft.core.layout.cells import divide  # noqa: E402
 from reft.core.pipeline import actions, bubbles  # noqa: E402
-from reft.core.pipeline.actions import Action, ActionKind, ActionTimes  # noqa: E402
+from reft.core.pipeline.actions import Action, ActionKind, Times  # noqa: E402
 from reft.core.pipeline.pacing import Tier  # noqa: E402
 from reft.wire.slot_format import Geometry, SlotMap  # noqa: E402
 
@@ -200,7 +200,7 @@ class Stage:
             tensors |= {f"{i}.master": master.detach(), f"{i}.m": kept["exp_avg"], f"{i}.v": kept["exp_avg_sq"]}
         return TensorIndex(tensors)
 
-    def calibrate(self, args: argparse.Namespace) -> ActionTimes:
+    def calibrate(self, args: argparse.Namespace) -> Times:
         """Measures forward and backward, and computes the waits of such a stage."""
         forward, backward = Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)
         seconds: dict[ActionKind, list[float]] = {ActionKind.FORWARD: [], ActionKind.BACKWARD: []}
@@ -209,7 +209,7 @@ class Stage:
                 begin = self.clock.now()
                 self.run(action)
                 seconds[action.kind].append(self.clock.seconds(begin, self.clock.now()))
-        times = ActionTimes(median(seconds[ActionKind.FORWARD][4:]), median(seconds[ActionKind.BACKWARD][4:]))
+        times = Times(median(seconds[ActionKind.FORWARD][4:]), median(seconds[ActionKind.BACKWARD][4:]))
         gaps = bubbles.one_f_one_b(args.stage, args.stages, args.microbatches, times)
         self.gaps = {gap.place: gap.length for gap in gaps}
         return times
@@ -417,7 +417,7 @@ def result_rows(kept: dict[str, Kept], goal: float | None) -> list[Row]:
 
 
 def figures(
-    args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting, times: ActionTimes, clock: Clock
+    args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting, times: Times, clock: Clock
 ) -> dict[str, Any]:
     copy_stats, save_plan = snapshotting.copy_engine.copy_stats, snapshotting.save_plan
     state = sum(leaf.nbytes for leaf in save_plan.leaves)

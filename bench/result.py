@@ -223,7 +223,7 @@ def read(path: Path) -> Result:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON; write null")
+    raise ValueError(f"{name} is not a number that JSON has; write null")
 
 
 def _check(where: str, value: Any, fields: dict[str, str], may_follow: dict[str, str] | None = None) -> None:

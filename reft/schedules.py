@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from reft.core.pipeline import actions, bubbles
-from reft.core.pipeline.actions import Action, ActionTimes
+from reft.core.pipeline.actions import Action, Times
 from reft.core.pipeline.bubbles import Gap
 from reft.errors import ConfigError
 
-__all__ = ["Action", "ActionTimes", "Custom", "GPipe", "Gap", "Interleaved", "OneFOneB", "ZeroBubbleH1", "ZeroBubbleV"]
+__all__ = ["Action", "Custom", "GPipe", "Gap", "Interleaved", "OneFOneB", "Times", "ZeroBubbleH1", "ZeroBubbleV"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Pipeline(ABC):
         """Returns the actions of this stage in one step, in order."""
         return self._order(self.stage)
 
-    def gaps(self, times: ActionTimes) -> tuple[Gap, ...]:
+    def gaps(self, times: Times) -> tuple[Gap, ...]:
         """Returns the gaps of this stage in one step.
 
         All stages are assumed to take the same times, and links to take no time.
@@ -64,7 +64,7 @@ class _Pipeline(ABC):
         """Returns the actions of a stage in one step, in order."""
 
     @abstractmethod
-    def _closed(self, times: ActionTimes) -> tuple[Gap, ...] | None:
+    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
         """Returns the gaps by closed form; None if there is no closed form."""
 
 
@@ -74,7 +74,7 @@ class OneFOneB(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.one_f_one_b(stage, self.stages, self.microbatches)
 
-    def _closed(self, times: ActionTimes) -> tuple[Gap, ...]:
+    def _closed(self, times: Times) -> tuple[Gap, ...]:
         return bubbles.one_f_one_b(self.stage, self.stages, self.microbatches, times)
 
 
@@ -84,7 +84,7 @@ class GPipe(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.gpipe(stage, self.stages, self.microbatches)
 
-    def _closed(self, times: ActionTimes) -> tuple[Gap, ...]:
+    def _closed(self, times: Times) -> tuple[Gap, ...]:
         return bubbles.gpipe(self.stage, self.stages, self.microbatches, times)
 
 
@@ -103,7 +103,7 @@ class Interleaved(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.interleaved(stage, self.stages, self.microbatches, self.virtual_stages)
 
-    def _closed(self, times: ActionTimes) -> tuple[Gap, ...] | None:
+    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
         return bubbles.interleaved(self.stage, self.stages, self.microbatches, self.virtual_stages, times)
 
 
@@ -113,7 +113,7 @@ class ZeroBubbleH1(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.zb_h1(stage, self.stages, self.microbatches)
 
-    def _closed(self, times: ActionTimes) -> tuple[Gap, ...] | None:
+    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
         return bubbles.zb_h1(self.stage, self.stages, self.microbatches, times)
 
 
@@ -128,7 +128,7 @@ class ZeroBubbleV(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.zbv(stage, self.stages, self.microbatches)
 
-    def _closed(self, times: ActionTimes) -> tuple[Gap, ...] | None:
+    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
         return bubbles.zbv(self.stage, self.stages, self.microbatches, times)
 
 

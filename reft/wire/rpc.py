@@ -92,7 +92,7 @@ def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
 
 def _start(address: str) -> str:
     if address.startswith("unix:"):
-        return f"start reft-daemon --socket {address.removeprefix('unix:')} on this node, or correct REFT_DAEMON"
+        return f"start reft-daemon --socket {address.removeprefix('unix:')} on this node, or name another daemon in REFT_DAEMON"
     return f"start reft-daemon on {address.rpartition(':')[0]}, or correct the address"
 
 

@@ -320,7 +320,7 @@ class JobMonitor:
         return own_stall if self._awaited_stall(own_stall) is own_stall else None
 
     def is_over(self, now_s: float) -> bool:
-        """Whether nobody has worked on the job here for LINGER_S. The watch can end then."""
+        """Returns whether the watch can end: the job has been idle on this node for LINGER_S."""
         job_record = self._job_record
         has_living_agent = self._agent is not None and self._agent.watch is not None
         if has_living_agent or (job_record is not None and job_record.is_live):

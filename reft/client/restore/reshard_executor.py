@@ -36,7 +36,7 @@ TAG = 1
 
 
 @dataclass
-class _Transfer:
+class _MessageTransfer:
     works: list[Work]
     nbytes: int
     staging: Bytes | None = None
@@ -68,7 +68,7 @@ class ReshardExecutor:
     flat_view: FlatTensorView
     offsets: Mapping[str, int]
     is_pinned: bool
-    _under_way: deque[_Transfer] = field(default_factory=deque)
+    _under_way: deque[_MessageTransfer] = field(default_factory=deque)
     _bytes: int = 0
     _stripe_decoder: StripeDecoder = field(default_factory=StripeDecoder)
     _shard_buffer: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
@@ -139,7 +139,7 @@ class ReshardExecutor:
                     done += gather(source, runs.old, runs.nbytes, staging[done:])
                 data = staging[:done]
             works = [self._peers.send(data, to, TAG) for to in others]
-            self._post(_Transfer(works, message.nbytes * len(others), staging))
+            self._post(_MessageTransfer(works, message.nbytes * len(others), staging))
         if self.rank in message.receivers:
             for part, runs in parts:
                 packed = np.empty(int(runs.nbytes.sum()), np.uint8)
@@ -155,16 +155,16 @@ class ReshardExecutor:
                 begin = self.offsets[part.need.leaf.name] + int(runs.new[0])
                 view = self.flat_view.view(begin, begin + message.nbytes)
                 if view is not None:
-                    self._post(_Transfer([self._peers.receive(view, message.sender, TAG)], message.nbytes))
+                    self._post(_MessageTransfer([self._peers.receive(view, message.sender, TAG)], message.nbytes))
                     return
         staging = self._staging_buffers.take(self._retire)
         work = self._peers.receive(staging[: message.nbytes], message.sender, TAG)
-        self._post(_Transfer([work], message.nbytes, staging, message))
+        self._post(_MessageTransfer([work], message.nbytes, staging, message))
 
     def _unpack(self, part: NeededRange, runs: ByteRuns, data: Bytes) -> None:
         scatter(data, self.flat_view, self.offsets[part.need.leaf.name], runs.new, runs.nbytes)
 
-    def _post(self, entry: _Transfer) -> None:
+    def _post(self, entry: _MessageTransfer) -> None:
         self._under_way.append(entry)
         self._bytes += entry.nbytes
         while self._bytes > self.reshard_plan.sizes.window and len(self._under_way) > 1:
@@ -205,7 +205,7 @@ class ReshardExecutor:
             staging = self._staging_buffers.take(self._retire)
         data = self._columns(lost_slice, source, offset, staging)
         work = self._peers.send(data, lost_slice.rebuilder, TAG)
-        self._post(_Transfer([work], data.nbytes, staging))
+        self._post(_MessageTransfer([work], data.nbytes, staging))
 
     def _columns(
         self, lost_slice: LostShardSlice, source: VerifiedSlotReader, offset: int, buffer: Bytes | None

@@ -25,7 +25,7 @@ from typing import Any
 from reft.client.snapshot.engine import CopyEngine
 from reft.client.snapshot.timeline import STEPS, TRAINING, TimelineEvent
 from reft.core.pipeline import bubbles, profile
-from reft.core.pipeline.actions import ActionKind, ActionTimes
+from reft.core.pipeline.actions import ActionKind, Times
 from reft.core.pipeline.bubbles import Gap
 from reft.core.pipeline.course import PacingPlan, PhaseDurations
 from reft.core.pipeline.pacing import Tier
@@ -35,7 +35,7 @@ GUARD_S = 300e-6
 PENDING_MAX = 4  # windows whose times are not known yet
 OTHER = "other"  # name of a phase between actions of the schedule
 WAIT = "wait"  # name of a wait for a collective, outside of the schedule's actions
-Closed = Callable[[ActionTimes], Sequence[Gap]]
+Closed = Callable[[Times], Sequence[Gap]]
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Window:
     Attributes:
         step: the step that the mark ended.
         tiers, names: tier and name of each phase.
-        kinds: kind of action of each phase; None if the phase is no action of the schedule.
+        kinds: kind of action of each phase; None for a phase outside of the schedule's actions.
         stamps: stamp of the beginning of each phase; after the fence one more, for the end.
     """
 
@@ -99,7 +99,7 @@ class IterationProfiler:
         Args:
             tier: tier of the copies in this phase.
             name: name of the phase.
-            kind: kind of action; None if the phase is no action of the schedule.
+            kind: kind of action; None for a phase outside of the schedule's actions.
         """
         window = self._window
         if window is None or self._copy_engine.is_capturing():

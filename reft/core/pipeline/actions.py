@@ -45,7 +45,7 @@ class Action(NamedTuple):
     part: int = 0
 
 
-class ActionTimes(NamedTuple):
+class Times(NamedTuple):
     """The duration of each kind of action, the same for all stages.
 
     All have one unit, which may be any.
@@ -174,9 +174,7 @@ def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
     return tuple(action for action in (*order, *w1, *w0) if action.microbatch < microbatches)
 
 
-def simulate(
-    orders: Sequence[Sequence[Action]], times: ActionTimes, is_v_shaped: bool = False
-) -> list[list[ActionSpan]]:
+def simulate(orders: Sequence[Sequence[Action]], times: Times, is_v_shaped: bool = False) -> list[list[ActionSpan]]:
     """Returns when each stage does each action: once its stage is free and its input is there.
 
     Args:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reft.core.pipeline.actions import Action, ActionKind, ActionSpan, ActionTimes
+from reft.core.pipeline.actions import Action, ActionKind, ActionSpan, Times
 from reft.core.pipeline.actions import interleaved as interleaved_order
 from reft.core.pipeline.actions import zb_h1 as zb_h1_order
 from reft.core.pipeline.actions import zbv as zbv_order
@@ -49,7 +49,7 @@ class Gap(NamedTuple):
         return self.start + self.length
 
 
-def gpipe(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tuple[Gap, ...]:
+def gpipe(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...]:
     """Returns the gaps before the first forward, before the first backward, and after the last."""
     p, behind, m = stage, stages - 1 - stage, microbatches
     both = times.forward + times.backward
@@ -63,7 +63,7 @@ def gpipe(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tup
     )
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tuple[Gap, ...]:
+def one_f_one_b(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...]:
     """Returns the gaps of the drawing.
 
     With fewer microbatches than stages behind, the middle grows and the cool-down has fewer gaps.
@@ -79,19 +79,17 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, times: ActionTimes) 
     return _nonempty(*gaps)
 
 
-def interleaved(stage: int, stages: int, microbatches: int, parts: int, times: ActionTimes) -> tuple[Gap, ...] | None:
+def interleaved(stage: int, stages: int, microbatches: int, parts: int, times: Times) -> tuple[Gap, ...] | None:
     """Returns the gaps of 1F1B with several parts a stage.
 
-    The result is None where no closed form is known.
-
-    That is: a backward shorter than a forward, or a number of microbatches that is no multiple of
-        the stages.
+    The result is None where no closed form is known. That is so if a backward is shorter than a
+    forward, or if the stages do not divide the number of microbatches.
 
         lead | forwards | middle | B F … B | early | F B … F | B t_f B … t_f B | B … B | trail
 
     The early gap lies between two groups of actions: the first backwards, and the first forwards
     whose inputs passed all stages once. The early gap and the gaps of the cool-down make up
-    2(P-1-p)·t_f. If that is no multiple of t_f, the earliest gap of the cool-down is shorter.
+    2(P-1-p)·t_f. If t_f does not divide that sum, the earliest gap of the cool-down is shorter.
     """
     P, p, r, m = stages, stage, stages - 1 - stage, microbatches
     t_f, t_b = times.forward, times.backward
@@ -123,7 +121,7 @@ def interleaved(stage: int, stages: int, microbatches: int, parts: int, times: A
     return _nonempty(*filter(None, gaps))
 
 
-def zb_h1(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tuple[Gap, ...] | None:
+def zb_h1(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...] | None:
     """Returns the gaps of 1F1B with weight gradients in the cool-down and at the end.
 
     Returns None where no closed form is known: with fewer microbatches than stages, or if gradients
@@ -144,7 +142,7 @@ def zb_h1(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tup
     return _nonempty(*gaps, _gap(order, 3 * m, ends, p * (t_i - filled)))
 
 
-def zbv(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tuple[Gap, ...] | None:
+def zbv(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...] | None:
     """Returns the gaps at the start and at the end, the only ones.
 
     Returns None where no closed form is known: with fewer than 2P-1 microbatches, or actions of

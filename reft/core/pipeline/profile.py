@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reft.core.pipeline.actions import Action, ActionKind, ActionTimes
+from reft.core.pipeline.actions import Action, ActionKind, Times
 from reft.core.pipeline.bubbles import Gap
 
 FIRST_VALUES = 5  # an estimate begins with the median of so many values
@@ -132,17 +132,15 @@ class StageProfile:
                 gaps.append(Gap(place, after, self._starts[place].mean, length.mean))
         return tuple(gaps)
 
-    def times(self) -> ActionTimes | None:
+    def times(self) -> Times | None:
         """Returns the durations of actions; None until forwards and backwards were measured."""
         means = {kind: each.mean for kind, each in self._actions.items()}
         if ActionKind.FORWARD not in means:
             return None
         if ActionKind.INPUT in means and ActionKind.WEIGHT in means:
             weight = means[ActionKind.WEIGHT]
-            return ActionTimes(means[ActionKind.FORWARD], means[ActionKind.INPUT] + weight, weight)
-        return (
-            ActionTimes(means[ActionKind.FORWARD], means[ActionKind.BACKWARD]) if ActionKind.BACKWARD in means else None
-        )
+            return Times(means[ActionKind.FORWARD], means[ActionKind.INPUT] + weight, weight)
+        return Times(means[ActionKind.FORWARD], means[ActionKind.BACKWARD]) if ActionKind.BACKWARD in means else None
 
 
 def compare(foreseen: Iterable[Gap], measured: Iterable[Gap]) -> GapComparison:

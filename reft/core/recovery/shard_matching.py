@@ -242,7 +242,7 @@ def match(
     for piece in pieces:
         held.setdefault(piece.leaf.name, []).append(piece)
     takers = _takers(wanted)
-    fits: dict[object, _Fit] = {}
+    fits: dict[object, _PieceFit] = {}
     for name in sorted(takers):
         _Tensor(name, held.get(name, []), takers[name], name in mismatched).match(shard_match, fits)
     for name in sorted(held.keys() - takers.keys()):
@@ -272,7 +272,7 @@ class _Tensor:
     takers: Mapping[Leaf, Sequence[int]]
     is_mismatched: bool
 
-    def match(self, done: ShardMatch, fits: dict[object, _Fit]) -> None:
+    def match(self, done: ShardMatch, fits: dict[object, _PieceFit]) -> None:
         """Adds the transfers of this tensor to `done`, or its problem.
 
         Args:
@@ -284,7 +284,7 @@ class _Tensor:
         if not problem:
             key = (tuple(_geometry(piece.leaf) for piece in pieces), tuple(_geometry(leaf) for leaf in takers))
             if key not in fits:
-                fits[key] = _Fit.of([piece.leaf for piece in pieces], takers)
+                fits[key] = _PieceFit.of([piece.leaf for piece in pieces], takers)
             problem = "the old job held it in pieces that overlap" if fits[key].cross else ""
         if problem:
             done.problems.append(f"{self.name}: {problem}")
@@ -364,7 +364,7 @@ def _geometry(leaf: Leaf) -> object:
     return leaf.global_offset, leaf.shape, leaf.stride, leaf.nbytes
 
 
-class _Fit(NamedTuple):
+class _PieceFit(NamedTuple):
     """How old pieces make up new leaves.
 
     Attributes:
@@ -376,7 +376,7 @@ class _Fit(NamedTuple):
     copies: list[list[tuple[int, RegionCopy]]]
 
     @classmethod
-    def of(cls, pieces: Sequence[Leaf], takers: Sequence[Leaf]) -> _Fit:
+    def of(cls, pieces: Sequence[Leaf], takers: Sequence[Leaf]) -> _PieceFit:
         if not pieces:
             return cls(False, [[] for _ in takers])
         # Disjoint pieces can't have more elements than the whole. The count comes first: it spares

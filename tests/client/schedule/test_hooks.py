@@ -19,7 +19,7 @@ from reft.client.schedule import hooks
 from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.core.pipeline import actions
-from reft.core.pipeline.actions import ActionKind, ActionTimes
+from reft.core.pipeline.actions import ActionKind, Times
 from reft.core.pipeline.course import Priority
 from reft.core.pipeline.pacing import Tier
 from reft.errors import ConfigError
@@ -28,7 +28,7 @@ from tests.support.snapshot import Taken
 from tests.support.stages import Clock, ScriptedStage
 
 P, M = 4, 8
-TIMES = ActionTimes(1.0, 2.0)
+TIMES = Times(1.0, 2.0)
 KINDS = {"1F1B": (Schedule1F1B, actions.one_f_one_b), "GPipe": (ScheduleGPipe, actions.gpipe)}
 
 

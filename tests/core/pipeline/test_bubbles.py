@@ -5,20 +5,20 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from reft.core.pipeline import actions, bubbles
-from reft.core.pipeline.actions import Action, ActionKind, ActionTimes
+from reft.core.pipeline.actions import Action, ActionKind, Times
 from reft.core.pipeline.bubbles import Gap
 from reft.errors import ConfigError
 from reft.schedules import Custom, GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV
 
 MOST_STAGES = 8
 # Whole numbers: their sums and differences are exact, so closed forms must be exactly equal.
-WHOLE = [ActionTimes(1, 2), ActionTimes(1, 1), ActionTimes(5, 9), ActionTimes(2, 1)]
+WHOLE = [Times(1, 2), Times(1, 1), Times(5, 9), Times(2, 1)]
 CUT = [
-    ActionTimes(1, 2, 1),
-    ActionTimes(5, 9, 4),
-    ActionTimes(1, 5, 2),
-    ActionTimes(3, 4, 2),
-    ActionTimes(2, 5, 3),
+    Times(1, 2, 1),
+    Times(5, 9, 4),
+    Times(1, 5, 2),
+    Times(3, 4, 2),
+    Times(2, 5, 3),
 ]  # times with the backward in two parts
 SHAPES = [(P, M) for P in range(1, MOST_STAGES + 1) for M in range(1, 3 * P + 1)]
 Order = Callable[[int, int, int], tuple[Action, ...]]
@@ -29,14 +29,14 @@ def total(gaps: Iterable[Gap]) -> float:
     return sum(gap.length for gap in gaps)
 
 
-def simulated(order: Order, P: int, M: int, times: ActionTimes, is_v_shaped: bool = False):
+def simulated(order: Order, P: int, M: int, times: Times, is_v_shaped: bool = False):
     """Returns for each stage its gaps in the simulation."""
     spans = actions.simulate([order(stage, P, M) for stage in range(P)], times, is_v_shaped)
     end = max(each[-1].end for each in spans)
     return [bubbles.between(each, end) for each in spans]
 
 
-def equal(order: Order, closed: Callable[..., tuple[Gap, ...] | None], times: ActionTimes, is_v_shaped: bool = False):
+def equal(order: Order, closed: Callable[..., tuple[Gap, ...] | None], times: Times, is_v_shaped: bool = False):
     """Returns the shapes that have a closed form; checks each against the simulation."""
     shapes = set()
     for P, M in SHAPES:
@@ -86,12 +86,12 @@ def test_the_form_of_zb_h1_equals_the_simulation(times):
 
 
 def test_zb_h1_has_no_closed_form_where_weight_gradients_delay_other_stages():
-    times = ActionTimes(2, 4, 3)
+    times = Times(2, 4, 3)
     assert bubbles.zb_h1(0, 4, 8, times) is None
     assert ZeroBubbleH1(0, 4, 8).gaps(times) == simulated(actions.zb_h1, 4, 8, times)[0]
 
 
-@pytest.mark.parametrize("times", [ActionTimes(1, 2, 1), ActionTimes(3, 6, 3), ActionTimes(2, 5, 2)], ids=str)
+@pytest.mark.parametrize("times", [Times(1, 2, 1), Times(3, 6, 3), Times(2, 5, 2)], ids=str)
 def test_the_form_of_zbv_equals_the_simulation(times):
     is_uniform = times.forward == times.input == times.weight
     expected = {(P, M) for P, M in SHAPES if M >= 2 * P - 1 and is_uniform}
@@ -111,7 +111,7 @@ def test_the_form_of_zbv_equals_the_simulation(times):
     ids=lambda value: str(value) if not callable(value) else "",
 )
 def test_a_schedule_has_gaps_with_and_without_a_closed_form(schedule, order):
-    times = ActionTimes(2, 5, 2)
+    times = Times(2, 5, 2)
     P, M = schedule.stages, schedule.microbatches
     assert schedule.gaps(times) == simulated(order, P, M, times, schedule.is_v_shaped)[schedule.stage]
     assert schedule.order() == order(schedule.stage, P, M)
@@ -128,7 +128,7 @@ def test_an_impossible_schedule_is_refused():
 
 
 def test_a_gap_names_the_action_that_it_follows():
-    gaps = bubbles.one_f_one_b(1, 3, 4, ActionTimes(1, 2))
+    gaps = bubbles.one_f_one_b(1, 3, 4, Times(1, 2))
     assert gaps == (
         Gap(0, None, 0, 1),
         Gap(2, Action(ActionKind.FORWARD, 1), 3, 2),
@@ -140,7 +140,7 @@ def test_a_gap_names_the_action_that_it_follows():
 
 
 def test_the_gap_at_the_end_of_a_step_joins_the_next_start():
-    gaps = bubbles.one_f_one_b(1, 3, 4, ActionTimes(1, 2))
+    gaps = bubbles.one_f_one_b(1, 3, 4, Times(1, 2))
     joined = bubbles.steady(gaps, actions=8)
     assert [gap.length for gap in joined] == [3, 2, 1]
     assert total(joined) == total(gaps)
@@ -150,4 +150,4 @@ def test_the_gap_at_the_end_of_a_step_joins_the_next_start():
 def test_orders_that_wait_for_one_another_are_refused():
     orders = [(Action(ActionKind.BACKWARD, 0), Action(ActionKind.FORWARD, 0)), actions.gpipe(1, 2, 1)]
     with pytest.raises(ConfigError, match="stage 0 never gets to B0"):
-        actions.simulate(orders, ActionTimes(1, 2))
+        actions.simulate(orders, Times(1, 2))

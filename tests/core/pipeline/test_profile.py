@@ -5,7 +5,7 @@ import random
 import pytest
 
 from reft.core.pipeline import actions, bubbles
-from reft.core.pipeline.actions import ActionKind, ActionTimes
+from reft.core.pipeline.actions import ActionKind, Times
 from reft.core.pipeline.bubbles import Gap
 from reft.core.pipeline.profile import FIRST_VALUES, Estimate, GapComparison, GapDifference, StageProfile, compare
 
@@ -71,7 +71,7 @@ def profile_of(order, gaps, times, share, steps):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_profile_finds_the_closed_form_in_noise(stage):
-    times = ActionTimes(0.010, 0.020)
+    times = Times(0.010, 0.020)
     order, closed = actions.one_f_one_b(stage, 4, 8), bubbles.one_f_one_b(stage, 4, 8, times)
     profile = profile_of(order, closed, times, 0.10, 60)
     measured = profile.gaps(order, least=0.0003)
@@ -87,7 +87,7 @@ def test_times_of_a_backward_in_two_parts():
     assert profile.times() is None
     for kind, seconds in ((ActionKind.FORWARD, 1.0), (ActionKind.INPUT, 1.25), (ActionKind.WEIGHT, 0.75)):
         profile.observe_action(kind, seconds)
-    assert profile.times() == ActionTimes(1.0, 2.0, 0.75)
+    assert profile.times() == Times(1.0, 2.0, 0.75)
     assert profile.times().input == 1.25
 
 
