@@ -181,7 +181,7 @@ def test_a_checkout_is_installed_and_removed(wheel, install, uninstall, tmp_path
     reader.run(wheel, timeout=200)
     assert len(list((checkout / "dist").glob("*.whl"))) == 1
     reader.run(install, timeout=550)
-    assert "Looks at the training state" in reader.run("cd / && reft-cli --help")
+    assert "Shows, recovers and frees the training state" in reader.run("cd / && reft-cli --help")
     reader.run(uninstall)
     assert not (tmp_path / "venv/bin/reft-cli").exists()
 
