@@ -422,5 +422,5 @@ def snapshot_each(session: Session, every: int) -> None:
 
     A user fixes this number in `reft.attach(every=n)`.
     """
-    assert session._cadence is not None, "reft is switched off"
-    session._cadence.due_steps = DueSteps(every, adapts=False)
+    assert session._window.cadence is not None, "reft is switched off"
+    session._window.cadence.due_steps = DueSteps(every, adapts=False)

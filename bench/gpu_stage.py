@@ -58,7 +58,7 @@ from bench.result import Row  # noqa: E402
 from reft.client.memory import xor  # noqa: E402
 from reft.client.schedule.iteration_profile import IterationProfiler  # noqa: E402
 from reft.client.snapshot.cpu_engine import CpuCopyEngine  # noqa: E402
-from reft.client.snapshot.engine import CopyJob  # noqa: E402
+from reft.client.snapshot.engine import Copied, CopyOrder, RunningCopy  # noqa: E402
 from reft.client.snapshot.save_plan import SavePlan, plan_save  # noqa: E402
 from reft.client.state.tensors import TensorIndex  # noqa: E402
 from reft.core.coding.placement import place  # noqa: E402
@@ -227,6 +227,7 @@ class Snapshotting:
     taken: int = 0
     skipped: int = 0
     errors: list[Exception] = field(default_factory=list)
+    thread: TaskThread = field(default_factory=lambda: TaskThread("snapshots", None))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -261,24 +262,23 @@ class Snapshotting:
         )
         self.taken += 1
 
-        def ended(error: Exception | None = None) -> None:
-            with self._lock:
-                self.free.append(index)
-                self.errors += [error] if error else []
+        order = CopyOrder(self.save_plan, self.save_plan.chunk_bytes, step, pacing_plan=pacing_plan)
+        copy = self.copy_engine.begin(order, slot)
+        self.thread.submit(lambda: self.finish(copy, slot, index))
 
-        def landed(inline_leaves: object) -> None:
-            slot.put_capsule(b"")
-            slot.landed()
-
-        def sealed(digests: Any) -> None:
-            slot.sealed(digests)
-            ended()
-
-        ignore: Callable[..., Any] = lambda *_: None  # noqa: E731
-        self.copy_engine.begin(
-            CopyJob(lambda _: slot, ignore, self.save_plan.chunk_bytes, self.save_plan, ignore, ignore, ignore, landed, sealed,
-                    ended, lambda: (), ignore, pacing_plan)
-        )  # fmt: skip
+    def finish(self, copy: RunningCopy, slot: SlotMap, index: int) -> None:
+        """Brings the slot to SEALED; runs in the snapshot thread."""
+        try:
+            for event in copy.events(slot):
+                if isinstance(event, Copied):
+                    slot.put_capsule(b"")
+                    slot.landed()
+                else:
+                    slot.sealed(event.digests)
+        except Exception as error:
+            self.errors.append(error)
+        with self._lock:
+            self.free.append(index)
 
 
 @dataclass
@@ -462,6 +462,7 @@ def main() -> int:
     snapshotting = Snapshotting.of(args, stage.state())
     kept = measure(args, stage, snapshotting)
     measurements = figures(args, stage, snapshotting, times, clock)
+    snapshotting.thread.close()
     snapshotting.copy_engine.close()
     show(args, kept, measurements)
     overhead = median(kept["reft"].seconds) / median(kept["alone"].seconds) - 1

@@ -137,8 +137,8 @@ class Stage:
         ]
         self.mapped = Mapped(self.tensors)
         self.mapped.copy()
-        assert self.session._profiler is not None
-        self.profiler = self.session._profiler
+        assert self.session._window.profiler is not None
+        self.profiler = self.session._window.profiler
         self.along = self.profiler._pacing_plan  # "side" is the same engine, without a pacing plan
         self.blocks: list[dict[str, Any]] = []
         self.trace: dict[str, Any] = {}
@@ -186,8 +186,8 @@ class Stage:
 
         attach fixes this number for a session, so the session has no method for it.
         """
-        assert self.session._cadence is not None
-        self.session._cadence.due_steps.first = every
+        assert self.session._window.cadence is not None
+        self.session._window.cadence.due_steps.first = every
 
     def block(self, way: str) -> None:
         """Runs a few steps of one way."""

@@ -37,7 +37,7 @@ def trained(daemon: DaemonProcess, job: str, steps: int = 6) -> reft.Session:
     session = reft.attach(model, optimizer, daemon=daemon.address, job=job)
     for _ in session.steps(steps):
         with session.idle():
-            session._snapshots.reporter.wait(session.step, 0.02)
+            session._window.snapshots.reporter.wait(session.step, 0.02)
         model(torch.randn(4, 256)).sum().backward()
         optimizer.step()
     assert session.seal(20)

@@ -195,7 +195,7 @@ def test_the_fence_waits_until_all_bytes_are_copied(attach, monkeypatch):
     for _ in session.steps(6):
         step_once(model, optimizer)
     assert session.seal(timeout=60)
-    assert entered == [True] * 6 * max(len(session._snapshots.copy_engine._threads), 1)
+    assert entered == [True] * 6 * (1 + len(session._window.snapshots.engine._threads))
     assert session.stats()["stall_ms"] > 0
 
 
@@ -203,7 +203,7 @@ def test_a_failure_inside_reft_never_stops_a_step(attach, monkeypatch, caplog):
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    monkeypatch.setattr(session._snapshots.host, "take", lambda step, names: 1 / 0)
+    monkeypatch.setattr(session._window.snapshots.host, "take", lambda step, names: 1 / 0)
     with caplog.at_level(logging.WARNING, "reft"):
         for _ in session.steps(20):
             step_once(model, optimizer)
@@ -236,7 +236,7 @@ def test_bytes_copied_in_idle_are_counted_as_gap_bytes(attach):
     session = attach(model, optimizer)
     for _ in session.steps(3):
         with session.idle():
-            session._snapshots.copy_engine.fence()
+            session._window.snapshots.engine.fence()
         step_once(model, optimizer)
     assert session.seal(timeout=60)
     assert 0 < session.stats()["bubble_fraction"] <= 1
@@ -249,7 +249,7 @@ def test_an_exception_ends_idle(attach):
     for _ in session.steps(3):
         with contextlib.suppress(LookupError), session.idle():
             raise LookupError
-        assert session._snapshots.copy_engine._throttle.tier is Tier.COMPUTE
+        assert session._window.snapshots.engine._throttle.tier is Tier.COMPUTE
         step_once(model, optimizer)
 
 
@@ -294,13 +294,13 @@ def test_an_unsealed_slot_is_not_reused_even_if_its_step_is_void(attach, monkeyp
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    snapshots = session._snapshots
-    free = snapshots._free_slot()
-    snapshots._busy_slots.add(free.index)
-    assert snapshots._free_slot() is None or snapshots._free_slot().index != free.index
-    snapshots._busy_slots.discard(free.index)
+    thread, slots = session._window.snapshots._thread, session._window.snapshots.slots
+    free = thread._free_slot()
+    slots._being_written.add(free.index)
+    assert thread._free_slot() is None or thread._free_slot().index != free.index
+    slots.closed(free)
     train(session, model, optimizer)
-    assert not snapshots._busy_slots
+    assert not slots._being_written
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a step failed")])
@@ -312,7 +312,7 @@ def test_the_exit_of_a_script_releases_its_session_only_after_success(attach, sh
         step_once(model, optimizer)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     _finish_at_exit(weakref.ref(session))
-    job = session._snapshots.reporter._job
+    job = session._window.snapshots.reporter.facts.job
     assert shared_daemon.status(job).ranks[0].closed is (error is None)
 
 
@@ -335,7 +335,7 @@ def test_calls_before_the_first_mark_do_not_replace_a_marked_version(attach):
 
 
 def test_a_resumed_loop_without_marks_gets_a_warning(attach, caplog, monkeypatch):
-    monkeypatch.setattr("reft.client.session.CALLS_WITHOUT_MARK", 3)
+    monkeypatch.setattr("reft.client.schedule.optimizer_hooks.CALLS_WITHOUT_MARK", 3)
     model, optimizer = make()
     session = attach(model, optimizer)
     step_once(model, optimizer)
@@ -353,7 +353,7 @@ def test_a_discarded_step_is_not_whole(attach):
     session = attach(model, optimizer)
     for _ in range(5):
         step_once(model, optimizer)
-        session._snapshots.reporter.wait(session.step, 10)
+        session._window.snapshots.reporter.wait(session.step, 10)
     assert session.stats()["whole_step"] == 5
     session.step_end()
     assert session.step == 1 and not session.seal(timeout=10) and session.stats()["whole_step"] == -1
@@ -365,7 +365,7 @@ def test_seal_after_the_optimizer_step_takes_no_snapshot(attach):
     for step in session.steps(12):
         step_once(model, optimizer)
         if step == 11:
-            session._snapshots.reporter.wait(10, 10)
+            session._window.snapshots.reporter.wait(10, 10)
             sealed = session.seal(timeout=10)
             assert not sealed and sealed.step == 10
             break

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
-from reft.client.snapshot.engine import CopyJob
-from reft.client.snapshot.replica_check import samples
+from reft.client.snapshot.engine import Copied, CopyOrder, Digested
 from reft.client.snapshot.save_plan import ParityTiling, plan_save
 from reft.client.state.tensors import TensorIndex, flat_bytes, is_dense
 from reft.core.coding.placement import Placement, place
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
+from reft.core.pipeline.course import PacingPlan
+from reft.failpoints import Failpoints
 from reft.wire.slot_format import Geometry, SlotMap
 from tests.support.streams import Inline, Late
 
@@ -42,8 +45,20 @@ def placement_of(tensor_index: TensorIndex, D: int = 1, f: int = 0, each: int = 
     return place(division, [rank // each for rank in range(D * each)], scheme, f, 4096)
 
 
+class Recorded(Failpoints):
+    """Failpoints that call the test's methods before each chunk and parity column."""
+
+    def __init__(self, taken: Taken) -> None:
+        super().__init__()
+        self.taken = taken
+
+    def hit(self, name: str, **facts: int) -> bool:
+        (self.taken.at_chunk if name == "snapshot.chunk" else self.taken.at_parity)(facts["chunk"])
+        return False
+
+
 class Taken:
-    """One snapshot for an engine to take; records what the engine reports."""
+    """One snapshot for an engine to take; a thread pulls the engine's events and records them."""
 
     def __init__(
         self, tensors: dict[str, torch.Tensor], staged: set[str], placement: Placement | None = None, rank: int = 0,
@@ -59,7 +74,7 @@ class Taken:
         self.parity: list[int] = []
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, pacing_plan: PacingPlan | None = None) -> None:
         self.slot.begin(VERSION, self.save_plan.digest, self.save_plan.table, self.save_plan.data_bytes)
         self.states: list[SlotState] = []
         self.chunks: list[int] = []
@@ -67,14 +82,35 @@ class Taken:
         self.error: Exception | None = None
         self.inline_leaves: dict[str, bytes] = {}
         self.cells: dict[int, int] = {}
-        self.job = CopyJob(
-            lambda may_wait: self.slot, lambda: None, 4096, self.save_plan, self.at_chunk, self.parity.append, self.intact,
-            self.landed, self.sealed, self.failed, lambda: samples(self.save_plan.cells, 1, in_whole=True), self.cells.update,
-        )  # fmt: skip
+        self.order = CopyOrder(self.save_plan, 4096, 1, True, pacing_plan, Recorded(self))
+
+    def paced(self, pacing_plan: PacingPlan) -> Taken:
+        """Makes the engine follow this plan."""
+        self.order = replace(self.order, pacing_plan=pacing_plan)
+        return self
+
+    def start(self, copy_engine, after: threading.Event | None = None) -> None:
+        """Begins the snapshot, as at a mark; a thread brings the slot to SEALED.
+
+        Args:
+            after: the thread waits for this event first.
+        """
+        copy = copy_engine.begin(self.order, self.slot)
+        threading.Thread(target=self._pull, args=(copy, after), daemon=True).start()
+
+    def _pull(self, copy, after: threading.Event | None) -> None:
+        assert after is None or after.wait(20)
+        try:
+            with closing(copy.events(self.slot)) as events:
+                for event in events:
+                    self.landed(event) if isinstance(event, Copied) else self.sealed(event)
+        except Exception as error:
+            self.error = error
+        self.ended.set()
 
     def by(self, copy_engine) -> Taken:
         """Takes the snapshot with this engine, to the end."""
-        copy_engine.begin(self.job)
+        self.start(copy_engine)
         copy_engine.fence()
         assert self.ended.wait(20) and self.error is None, self.error
         return self
@@ -83,23 +119,19 @@ class Taken:
         self.chunks.append(index)
         self.states.append(self.slot.header.state)
 
-    def intact(self) -> None:
-        self.states.append(self.slot.header.state)
+    def at_parity(self, index: int) -> None:
+        self.parity.append(index)
 
-    def landed(self, inline_leaves) -> None:
-        self.inline_leaves = dict(inline_leaves)
+    def landed(self, copied: Copied) -> None:
+        self.states.append(self.slot.header.state)
+        self.inline_leaves, self.cells = dict(copied.inline_leaves), dict(copied.cell_digests)
         self.slot.put_capsule(b"capsule")
         self.slot.landed()
         self.states.append(self.slot.header.state)
 
-    def sealed(self, digests: np.ndarray) -> None:
-        self.slot.sealed(digests)
+    def sealed(self, event: Digested) -> None:
+        self.slot.sealed(event.digests)
         self.states.append(self.slot.header.state)
-        self.ended.set()
-
-    def failed(self, error: Exception) -> None:
-        self.error = error
-        self.ended.set()
 
     def bytes_of(self, name: str) -> bytes:
         """Returns the stored bytes of an inline, unreplicated or unplanned leaf."""

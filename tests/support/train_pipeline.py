@@ -118,10 +118,10 @@ def train(own: dict[str, Any]) -> None:
     # Before seal: the last step's snapshot waits for a gap that does not come.
     after = session.stats()
     sealed = bool(session.seal(30))
-    comparison = session._profiler.comparison()
+    comparison = session._window.profiler.comparison()
     result = {
         "stats": after, "before": before, "sealed": sealed, "steps": steps,
-        "idle_threads": len(session._snapshots.copy_engine._idle_threads),
+        "idle_threads": len(session._window.snapshots.engine._idle_threads),
         "gaps": [list(each) for each in comparison.differences] if comparison else [],
         "trace": session.timeline(),
     }  # fmt: skip

@@ -56,7 +56,7 @@ def _with_reviews(session: Session, attachment: Attachment) -> Session:
     """
     domains = {node.domain or node.id for node in attachment.nodes}
     if len(domains) > 1 and attachment.request.protect != "none":
-        session.reviews = PlacementReviews(attachment, session.step)
+        session.review(PlacementReviews(attachment, session.step))
     else:
         attachment.rank_group.close()
     return session

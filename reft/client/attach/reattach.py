@@ -35,7 +35,8 @@ from typing import Any
 
 from reft.client.attach.run import Attachment
 from reft.client.snapshot.engine import CopyEngine
-from reft.client.snapshot.snapshotter import SnapshotCounts, Snapshotter
+from reft.client.snapshot.snapshotter import Snapshotter
+from reft.client.snapshot.task import SnapshotHistory
 from reft.console import say
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 from reft.errors import ReftError, message, remedy
@@ -68,7 +69,7 @@ class PlacementReviews:
             return snapshots
         rank_group = self.attachment.rank_group
         try:
-            reviews = rank_group.gather_or_raise(lambda: {"misfits": misfits(snapshots)}, deadline_s=DEADLINE_S)
+            reviews = rank_group.gather_or_raise(lambda: {"misfits": snapshots.misfits()}, deadline_s=DEADLINE_S)
         except ReftError as error:
             log.warning(
                 "reft no longer reviews its placement: %s Training and snapshots go on.%s",
@@ -101,7 +102,7 @@ class PlacementReviews:
         reattach = Reattach(before.settings, before.launch, before.rank_group, before.request)
         reattach.step, reattach.known_mismatched = step, tuple(before.manifest.mismatched)
         reattach.whole = max(tuple(rank["whole"]) for rank in answers)
-        reattach.copy_engine, reattach.counts = snapshots.copy_engine, snapshots.counts
+        reattach.copy_engine, reattach.history = snapshots.engine, snapshots.history
         reattach.run()
         self.attachment = reattach
         if reattach.rank_group.rank == 0:
@@ -124,7 +125,7 @@ class Reattach(Attachment):
             if there is none.
         known_mismatched: names of leaves that were mismatched before.
         copy_engine: the session's copy engine; stays in use.
-        counts: the session's counts; stay in use.
+        history: the session's tasks; stay in use.
         snapshots: the new snapshotter, after `run`.
     """
 
@@ -132,7 +133,7 @@ class Reattach(Attachment):
     whole: tuple[int, ...]
     known_mismatched: Sequence[str]
     copy_engine: CopyEngine
-    counts: SnapshotCounts
+    history: SnapshotHistory
     snapshots: Snapshotter
 
     def _mismatched(self, mismatched_now: Sequence[str], base: pb.Manifest | None) -> list[str]:
@@ -163,17 +164,12 @@ class Reattach(Attachment):
         return self.copy_engine
 
     def _begin(self) -> None:  # type: ignore[override]
-        self.snapshots = self._snapshots(self.counts, self.step)
+        self.snapshots = self._snapshots(self.history, self.step)
 
 
 def is_due(steps: int) -> bool:
     """Decides whether a review is due `steps` steps after attach: at 2, 4, 8, …"""
     return steps >= 2 and steps & (steps - 1) == 0
-
-
-def misfits(snapshots: Snapshotter) -> bool:
-    """Decides whether this rank's state misfits the placement, by the last snapshot."""
-    return bool(snapshots.unplanned_leaves or snapshots.reporter.mismatched)
 
 
 def _end_snapshots(step: int, snapshots: Snapshotter) -> list[int]:
@@ -186,10 +182,12 @@ def _end_snapshots(step: int, snapshots: Snapshotter) -> list[int]:
     """
     if not snapshots.retire(DEADLINE_S):
         raise ReftError(f"the snapshot before step {step} did not end within {DEADLINE_S:.0f} s.")
-    daemon_whole = snapshots.leases.whole()
-    if daemon_whole is not None and snapshots.is_discarded(daemon_whole.step):
+    daemon_whole = snapshots.slots.daemon_whole()
+    if daemon_whole is not None and snapshots.round.is_discarded(daemon_whole.step):
         daemon_whole = None
-    return list(max((each.order for each in (snapshots.whole, daemon_whole) if each is not None), default=NOTHING))
+    return list(
+        max((each.order for each in (snapshots.round.whole, daemon_whole) if each is not None), default=NOTHING)
+    )
 
 
 def _reason(before: Attachment, after: Attachment) -> str:

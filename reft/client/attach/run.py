@@ -37,7 +37,7 @@ from reft.client.attach.arguments import AttachArguments
 from reft.client.attach.launcher import die_with_parent
 from reft.client.attach.rank_table import RankTable
 from reft.client.link.rank_group import RankGroup, bytes_of, text_of
-from reft.client.link.reports import Reporter
+from reft.client.link.reports import Reporter, ReporterFacts
 from reft.client.link.slots import ALLOCATION_BYTES_PER_S, SlotLeases
 from reft.client.memory.cuda import Device
 from reft.client.memory.huge_pages import HugePageBuffer
@@ -48,18 +48,22 @@ from reft.client.restore.remote_slots import RemoteSlots
 from reft.client.restore.reshard import ReshardRestore, is_reshaped, leaves_by_rank
 from reft.client.restore.restore import Restore
 from reft.client.restore.transport import Transport, transport_of
-from reft.client.schedule.snapshot_cadence import SnapshotCadence
 from reft.client.session import Session
 from reft.client.snapshot import replica_check
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.engine import CopyEngine
+from reft.client.snapshot.rank_slots import RankSlots
 from reft.client.snapshot.replica_check import are_mismatched
-from reft.client.snapshot.snapshotter import SnapshotCounts, Snapshotter
+from reft.client.snapshot.save_planner import SavePlanner
+from reft.client.snapshot.snapshot_thread import SnapshotFacts
+from reft.client.snapshot.snapshotter import Snapshotter
+from reft.client.snapshot.task import SnapshotHistory
 from reft.client.state import host_state
 from reft.client.state.host_state import HostState
 from reft.config import Config, Launch
 from reft.console import say
 from reft.core.commit.decision import Decision
+from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import DueSteps, FailureHistory, IntervalEstimator
 from reft.core.commit.version import Version
 from reft.core.layout import symbolic
@@ -400,7 +404,7 @@ class Attachment:
 
     def _begin(self) -> Session:
         base, tree = self.decision.base, self._host_tree
-        snapshots = self._snapshots(SnapshotCounts(), base.step if base else 0)
+        snapshots = self._snapshots(SnapshotHistory(), base.step if base else 0)
         moved = self._reshard is not None or any(
             source.node != self._node_of(rank).id for rank, source in self.plan.sources.items()
         )
@@ -411,7 +415,7 @@ class Attachment:
             step=base.step if base else 0,
             restored_from=restored_from,
             counts_calls=tree is not None and not tree["marked"],
-            cadence=self._cadence(snapshots),
+            cadence=self._cadence(),
             seal_deadline_s=self.settings.seal_deadline_s,
             schedule=self.request.schedule,
         )
@@ -425,29 +429,30 @@ class Attachment:
                 session.protect_again(tree["marked"])
         return session
 
-    def _snapshots(self, counts: SnapshotCounts, step: int) -> Snapshotter:
-        epoch, base = self.decision.epoch, self.decision.base
+    def _snapshots(self, history: SnapshotHistory, step: int) -> Snapshotter:
+        rank, epoch, engine = self.rank_group.rank, self.decision.epoch, self._copy_engine()
         reporter = Reporter(
-            self.address,
-            self.hello.local_socket,
-            self.job.id,
-            epoch,
-            self.rank_group.rank,
-            self.settings.rpc_deadline_s,
+            ReporterFacts(
+                self.address, self.hello.local_socket, self.job.id, epoch, rank, self.settings.rpc_deadline_s
+            ),
             self.failpoints,
             DaemonRestarter(self.settings, self.hello.unattended).refused,
         )
-        snapshots = Snapshotter(
-            self.tracked, self.host, self._copy_engine(), reporter, self.failpoints, self.rank_group.rank, epoch, base,
-            self.slots, self.leases, self.placement, step + 2 * self.request.every, counts,
-        )  # fmt: skip
-        snapshots.expect(self.predicted.leaves)
-        return snapshots
+        return Snapshotter(
+            SnapshotFacts(rank, epoch, self.placement, step + 2 * self.request.every, self.failpoints),
+            self.decision.base,
+            SavePlanner(self.tracked, self.placement, rank, engine.parity_tiling, self.predicted.leaves),
+            self.host,
+            engine,
+            reporter,
+            RankSlots(self.slots, self.leases, rank),
+            history,
+        )
 
-    def _cadence(self, snapshots: Snapshotter) -> SnapshotCadence:
+    def _cadence(self) -> SnapshotCadence:
         due_steps = DueSteps(self.request.every, self.request.adapts)
         mtbf_s = self.settings.mtbf_s or FailureHistory(self.manifest.trained_s, self.manifest.failures).mtbf_s
-        return SnapshotCadence(snapshots, due_steps, IntervalEstimator(self.settings.overhead_budget, mtbf_s))
+        return SnapshotCadence(due_steps, IntervalEstimator(self.settings.overhead_budget, mtbf_s))
 
     @property
     def _must_protect_again(self) -> bool:

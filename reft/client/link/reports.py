@@ -13,15 +13,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from reft.core.commit.lag_backoff import OutcomeDelays, backoff_interval
-from reft.core.commit.round import Outcome, StepAnswer, StepReport
+from reft.core.commit.round import Outcome, StepAnswer
 from reft.core.commit.snapshot_interval import SnapshotInterval
+from reft.core.commit.undecided_steps import UndecidedSteps
 from reft.core.commit.version import Epoch, Version
 from reft.errors import ReftError, StaleEpoch, message, remedy
 from reft.failpoints import Failpoints
@@ -41,16 +42,32 @@ MARGIN_S = 0.5  # added to the daemon's wait time before a reply counts as missi
 T = TypeVar("T")
 
 
-class Reporter:
-    """One rank's reports to its daemon.
+@dataclass(frozen=True)
+class ReporterFacts:
+    """Who reports, and to whom.
 
-    Args:
+    Attributes:
         address: address of the daemon's gRPC socket.
         path: path of the daemon's local socket, from HelloReply.local_socket.
         job, epoch, rank: identify the reporting rank.
         deadline_s: how long the daemon may hold back a reply.
+    """
+
+    address: str
+    path: str
+    job: str
+    epoch: Epoch
+    rank: int
+    deadline_s: float
+
+
+class Reporter:
+    """One rank's reports to its daemon.
+
+    Args:
+        facts: who reports, and to whom.
         failpoints: faults to inject.
-        refused: called with `address` when the local socket refuses the connection.
+        refused: called with the daemon's address when the local socket refuses the connection.
 
     Attributes:
         error: why the last report failed; None if it was answered.
@@ -60,16 +77,13 @@ class Reporter:
     """
 
     def __init__(
-        self, address: str, path: str, job: str, epoch: Epoch, rank: int, deadline_s: float, failpoints: Failpoints,
-        refused: Callable[[str], None] = lambda address: None,
-    ) -> None:  # fmt: skip
-        self._address, self._path, self._job, self._epoch, self._rank = address, path, job, epoch, rank
-        self._deadline_s = deadline_s
+        self, facts: ReporterFacts, failpoints: Failpoints, refused: Callable[[str], None] = lambda address: None
+    ) -> None:
+        self.facts = facts
         self._failpoints, self._refused = failpoints, refused
         self._changed = threading.Condition()
         self._connection: ReportConnection | None = None
-        self._newest_reported = -1  # the newest reported step
-        self._sealed: dict[int, Mapping[int, int]] = {}  # undecided step → cell → digest
+        self._undecided = UndecidedSteps()
         self._unanswered = 0  # unanswered reports
         self._has_unsent_report = False  # whether a report waits for the next reply
         self._last_reply_s = 0.0  # time of the last reply, or of the first report after it
@@ -78,7 +92,6 @@ class Reporter:
         self.error: ReftError | None = None
         self.slots_missing = False
         self.requested_every = 0
-        self._delays = OutcomeDelays()
 
     @property
     def interval(self) -> SnapshotInterval:
@@ -94,11 +107,11 @@ class Reporter:
     def whole(self) -> Version | None:
         """The newest version known to be whole in this epoch."""
         step = self._outcome.whole
-        return Version(self._epoch, step) if step >= 0 else None
+        return Version(self.facts.epoch, step) if step >= 0 else None
 
     def voids(self, version: Version) -> bool:
         """Decides whether a version is known never to become whole."""
-        return version.epoch == self._epoch and self._outcome.voids(version.step)
+        return version.epoch == self.facts.epoch and self._outcome.voids(version.step)
 
     def answer(self, step: int, answer: StepAnswer, trouble: str = "", digests: Mapping[int, int] = NO_CELLS) -> None:
         """Reports a step, and returns at once.
@@ -112,34 +125,32 @@ class Reporter:
             digests: cell → digest of this rank's bytes in the cell; for a sealed step.
         """
         with self._changed:
-            if answer is StepAnswer.SEALED and step > self._newest_reported:
-                self._sealed[step] = digests
-            self._newest_reported = max(self._newest_reported, step)
+            self._undecided.answer(step, answer, digests)
             self._trouble = trouble
         self._send()
 
     def _send(self) -> None:
         now_s = time.monotonic()
         with self._changed:
-            if self._unanswered and now_s - self._last_reply_s > self._deadline_s + MARGIN_S:
-                self._note_error(rpc.error_from(grpc.StatusCode.DEADLINE_EXCEEDED, "", self._address))
+            if self._unanswered and now_s - self._last_reply_s > self.facts.deadline_s + MARGIN_S:
+                self._note_error(rpc.error_from(grpc.StatusCode.DEADLINE_EXCEEDED, "", self.facts.address))
             self._has_unsent_report = self._unanswered >= CALLS_MAX
-            if self._has_unsent_report or self._failpoints.hit("report.send", rank=self._rank):
+            if self._has_unsent_report or self._failpoints.hit("report.send", rank=self.facts.rank):
                 return
-            report = StepReport(self._outcome.whole, self._newest_reported, frozenset(self._sealed))
+            report = self._undecided.report(self._outcome.whole)
             request = pb.ReportRequest(
-                job=self._job,
-                epoch=messages.epoch_to(self._epoch),
-                rank=self._rank,
-                steps=messages.report_to(report, self._sealed),
-                wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, requested_every=self.requested_every,
+                job=self.facts.job,
+                epoch=messages.epoch_to(self.facts.epoch),
+                rank=self.facts.rank,
+                steps=messages.report_to(report, self._undecided.sealed),
+                wait_ms=int(self.facts.deadline_s * 1000), trouble=self._trouble, requested_every=self.requested_every,
             )  # fmt: skip
             try:
                 self._connected().send(request)
             except OSError as error:
-                self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, str(error), self._address))
+                self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, str(error), self.facts.address))
                 if isinstance(error, ConnectionRefusedError):
-                    self._refused(self._address)
+                    self._refused(self.facts.address)
                 return
             if not self._unanswered:
                 self._last_reply_s = now_s
@@ -148,7 +159,7 @@ class Reporter:
     def _connected(self) -> ReportConnection:
         """Returns the connection; opens one if needed, with a thread that receives the replies."""
         if self._connection is None:
-            self._connection = ReportConnection(self._path)
+            self._connection = ReportConnection(self.facts.path)
             threading.Thread(target=self._receive, args=(self._connection,), name="reft-news", daemon=True).start()
         return self._connection
 
@@ -161,7 +172,7 @@ class Reporter:
                     self._unanswered -= reply.calls
                     self._last_reply_s = time.monotonic()
                     if reply.status:
-                        self._note_error(rpc.error_from(rpc.CODES[reply.status], reply.error, self._address))
+                        self._note_error(rpc.error_from(rpc.CODES[reply.status], reply.error, self.facts.address))
                     else:
                         self._take(reply)
                     if self._has_unsent_report and not self.is_fenced:
@@ -172,7 +183,7 @@ class Reporter:
         with self._changed:
             if self._connection is connection:  # `close` was not called
                 self._connection, self._unanswered = None, 0
-                self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, why, self._address))
+                self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, why, self.facts.address))
                 self._changed.notify_all()
         connection.close()
 
@@ -180,11 +191,11 @@ class Reporter:
         if self.is_fenced:
             return  # keep the fence: this process must never write again
         if isinstance(error, StaleEpoch):
-            log.error("rank %d: %s%s", self._rank, message(error), remedy(error))
+            log.error("rank %d: %s%s", self.facts.rank, message(error), remedy(error))
         elif type(error) is not type(self.error):
             log.warning(
                 "rank %d: no snapshot becomes whole now: %s Training goes on. A failure now loses the steps after step "
-                "%d.%s", self._rank, message(error), self._outcome.whole, remedy(error),
+                "%d.%s", self.facts.rank, message(error), self._outcome.whole, remedy(error),
             )  # fmt: skip
         self.error = error
 
@@ -202,24 +213,20 @@ class Reporter:
             self.error = None
         self.slots_missing = reply.slots_missing
         self._outcome = self._outcome.merge(messages.outcome_from(reply))
-        for step in [step for step in self._sealed if self._outcome.decides(step)]:
-            self._delays.note_decided(step, self._newest_reported, self._outcome.voids(step))
-            del self._sealed[step]
+        self._undecided.settle(self._outcome)
 
-    def spacing(self, step: int, since: int, every: int, slots: int) -> int:
-        """Returns n: take every n-th due step, see `reft.core.commit.lag_backoff`.
+    def outcome_delays(self, step: int) -> tuple[int | None, int]:
+        """Returns how late outcomes are; see `reft.core.commit.lag_backoff`.
 
         Args:
-            step: the due step.
-            since: the newest step known to be whole; at first, the step before the first due step.
-            every: snapshot interval; every n-th step is due.
-            slots: number of this rank's slots.
+            step: the newest step.
+
+        Returns:
+            The newest step when this rank last heard that a step it had sealed is void; None if
+            never. And the longest delay of an outcome, in steps.
         """
         with self._changed:
-            oldest, in_vain = min(self._sealed, default=None), self._delays.last_void
-            delay = self._delays.longest(step, oldest)
-        passed = None if in_vain is None else (step - in_vain) // every
-        return backoff_interval(step // every - since // every, passed, delay // every, slots)
+            return self._undecided.delays.last_void, self._undecided.longest_delay(step)
 
     @property
     def mismatched(self) -> frozenset[int]:
@@ -259,13 +266,13 @@ class Reporter:
 
     def release(self) -> None:
         """Tells the daemon that the session is closed. Only logs an error of the call."""
-        request = pb.ReleaseRequest(job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank)
+        request = pb.ReleaseRequest(job=self.facts.job, epoch=messages.epoch_to(self.facts.epoch), rank=self.facts.rank)
         try:
-            with rpc.channel(self._address) as channel:
+            with rpc.channel(self.facts.address) as channel:
                 pb_grpc.DaemonStub(channel).Release(request, timeout=RELEASE_DEADLINE_S)
         except grpc.RpcError as error:
             level = logging.INFO if error.code() is grpc.StatusCode.UNAVAILABLE else logging.WARNING
-            why = rpc.error_of(error, self._address)
+            why = rpc.error_of(error, self.facts.address)
             log.log(level, "the daemon could not be told that the session was closed: %s", why)
 
     def close(self) -> None:

@@ -131,14 +131,13 @@ class IterationProfiler:
         places = {gap.place for gap in expected}
         return profile.compare(expected, [gap for gap in self.profile.gaps() if gap.place in places])
 
-    def trace(self, rank: int) -> dict[str, Any]:
-        """Returns the timeline, with the expected and the measured gaps. Any thread may call it."""
+    def gaps(self) -> list[dict[str, float]]:
+        """Returns the expected and the measured gaps, in JSON types. Any thread may call it."""
         comparison = self.comparison()
-        gaps = [
+        return [
             {"place": place, "foreseen_ms": 1000 * expected_s, "measured_ms": 1000 * measured_s}
             for place, expected_s, measured_s in (comparison.differences if comparison else ())
         ]
-        return {**self._copy_engine.copy_stats.timeline.chrome(rank), "otherData": {"gaps": gaps}}
 
     def _learn(self, window: _Window) -> bool:
         """Adds a window's durations to the profile.

@@ -1,27 +1,25 @@
 """The copy engine for state in host memory: copies, digests, and computes parity beside training.
 
-`job` is a `CopyJob`: the copying of one snapshot, with a callback for each stage.
-
-    mark:   begin(job)   copies staged leaves aside, in the trainer's thread; threads do the rest
-            job.open     in a copy thread: waits for a slot if none may be reused yet
-            copy         parts:           live bytes ─► slot, digests
-                         parity columns:  live bytes of others' shards ─► XOR ─► slot
-            job.landed   no copy reads the state any more; parity chunks are digested afterwards
-    fence:  fence()      drops the snapshot if it has no slot yet; else waits for the last read
+    mark:   begin     copies staged leaves aside, in the trainer's thread
+            events    in the snapshot thread, with the help of the copy threads:
+                        parts:           live bytes ─► slot, digests
+                        parity columns:  live bytes of others' shards ─► XOR ─► slot
+                      Copied:   no copy reads the state any more
+                      Digested: the parity chunks have their digests, too
+    fence:  fence     all tasks at once, and waits for the last read
 
 A parity column is a piece of a parity shard, and the XOR of data that other ranks' slots keep. This
 rank needs no message for that: all ranks of a cell hold all bytes of the cell.
 
-engine.py describes what this engine and the CUDA engine have in common. Both call
-`job.landed(inline_leaves)` and `job.sealed(digests)` from a thread of their own after the last
-byte, and `job.failed(error)` if anything raises.
+engine.py describes what this engine and the CUDA engine have in common.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, repeat
 
@@ -30,8 +28,8 @@ import numpy as np
 from reft.client.memory import streaming
 from reft.client.memory.threads import TaskThread, run_all
 from reft.client.snapshot.cpu_plan import CopyPart, CpuCopyPlan
-from reft.client.snapshot.engine import CopyJob
-from reft.client.snapshot.replica_check import digest
+from reft.client.snapshot.engine import Copied, CopyEvent, CopyOrder, Digested
+from reft.client.snapshot.replica_check import digest, samples
 from reft.client.snapshot.save_plan import ParityColumn, ParityTiling, WriteItem
 from reft.client.snapshot.stats import CopyStats
 from reft.client.snapshot.throttle import CopyThrottle
@@ -43,55 +41,52 @@ from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 
 class CpuCopyEngine:
-    """Copies state that lies in host memory.
-
-    At most one snapshot and a few small tasks wait at any time.
+    """Copies state that lies in host memory; at most one snapshot at a time.
 
     Args:
-        cpus: one copy thread is bound to each; empty makes one thread that runs on any CPU.
+        cpus: one thread copies on each: the snapshot thread on the first, and threads of this
+            engine on the others. Empty lets the snapshot thread copy alone, on any CPU.
         clock: seconds, as `time.perf_counter` gives them.
         has_idle: whether idle threads copy in gaps. False where all cores are busy, as idle threads
             would hardly run.
     """
 
+    compares_all = keeps_host_time = True
+    needs_slot_at_mark = False
+
     def __init__(self, cpus: list[int], clock: Callable[[], float] = time.perf_counter, has_idle: bool = True) -> None:
         self.copy_stats = CopyStats()
         self.parity_tiling = ParityTiling()
-        self.compares_all = self.keeps_host_time = True
-        self._reads_done = threading.Event()
-        self._reads_done.set()  # set: no copy reads the live state
+        self.copy_cpu = cpus[0] if cpus else None
         self._clock = clock
         self._throttle = CopyThrottle(clock)
         self._plan: CpuCopyPlan | None = None
-        self._job: CopyJob | None = None
-        self._threads = [TaskThread(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
+        self._current: _CpuCopy | None = None
+        self._threads = [TaskThread(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus[1:], 1)]
         self._idle_cpus: list[int | None] = ([*cpus] or [None]) if has_idle else []
         self._idle_threads: list[TaskThread] = []  # started with the first paced snapshot
 
-    def begin(self, job: CopyJob) -> None:
-        if self._plan is None or self._plan.save_plan is not job.save_plan:
-            self._plan = CpuCopyPlan.of(job.save_plan, job.chunk_bytes, 2 * len(self._threads))
-        plan = self._plan
-        if job.pacing_plan is not None and not self._idle_threads:
+    def begin(self, order: CopyOrder, slot: SlotMap | None = None) -> _CpuCopy:
+        if self._plan is None or self._plan.save_plan is not order.save_plan:
+            self._plan = CpuCopyPlan.of(order.save_plan, order.chunk_bytes, 2 * (1 + len(self._threads)))
+        if order.pacing_plan is not None and not self._idle_threads:
             self._idle_threads = [
                 TaskThread(f"reft-idle-{i}", cpu, is_idle=True) for i, cpu in enumerate(self._idle_cpus)
             ]
         # Staged leaves: the forward pass may change them, so they are copied before it begins.
-        for copy_aside in plan.at_mark:
+        for copy_aside in self._plan.at_mark:
             copy_aside()
         self._throttle.begin()
-        self._reads_done.clear()
-        self._job = job
-        self._threads[0].submit(lambda: self._take(job, plan))
+        self._current = _CpuCopy(self, order, self._plan)
+        return self._current
 
     def fence(self) -> None:
-        if self._reads_done.is_set() or self._job is None:
+        current, self._current = self._current, None
+        if current is None or current.has_read.is_set():
             return
         began_s = self._clock()
-        # If `open` still waits for a slot, `open` raises now. Only this snapshot fails.
-        self._job.give_up()
         self._throttle.lift(Tier.FENCE)
-        self._reads_done.wait()
+        current.has_read.wait()
         self.copy_stats.stalled(began_s, self._clock())
 
     def is_capturing(self) -> bool:
@@ -109,48 +104,35 @@ class CpuCopyEngine:
     def hurry(self) -> None:
         self._throttle.lift()
 
-    def submit(self, task: Callable[[], None]) -> None:
-        self._threads[0].submit(task)
-
     def close(self) -> None:
         for thread in [*self._threads, *self._idle_threads]:
             thread.close()
 
-    def _take(self, job: CopyJob, plan: CpuCopyPlan) -> None:
-        """Takes one snapshot, in the first thread. The other threads do a part of the copies."""
-        try:
-            digests = np.zeros(plan.chunks, np.uint64)
-            slot = job.open(True)
-            data = slot.data
-            for offset, size in plan.save_plan.zeros if slot.is_new_layout else ():
-                data[offset : offset + size] = 0
-            # No forward pass changes these leaves, so they are copied aside only now.
-            for copy_aside in plan.later:
-                copy_aside()
-            self._copy(job, plan, data, digests)
-            cell_digests = {sample.cell: digest(sample, plan.sources) for sample in job.samples()}
-            job.intact()
-            job.compared(cell_digests)
-            job.landed({plan.save_plan.leaves[i].name: plan.sources[i].tobytes() for i in plan.save_plan.inline_leaves})
-        except Exception as error:
-            job.failed(error)
-            return
-        finally:
-            self._reads_done.set()
-        # The optimizer may run now: from here on only the slot is read.
-        try:
-            parity = plan.save_plan.parity_chunks
-            if parity:
-                self._run_in_threads(
-                    lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
-                    lambda _, chunks: _digest(slot, digests, chunks),
-                )
-            job.sealed(digests)
-        except Exception as error:
-            job.failed(error)
+    def copy(self, order: CopyOrder, plan: CpuCopyPlan, slot: SlotMap, digests: np.ndarray) -> Copied:
+        """Copies all bytes and digests them, but for the parity chunks."""
+        data = slot.data
+        for offset, size in plan.save_plan.zeros if slot.is_new_layout else ():
+            data[offset : offset + size] = 0
+        # No forward pass changes these leaves, so they are copied aside only now.
+        for copy_aside in plan.later:
+            copy_aside()
+        self._copy(order, plan, data, digests)
+        wanted = samples(plan.save_plan.cells, order.step, order.compares_all)
+        return Copied(
+            {plan.save_plan.leaves[i].name: plan.sources[i].tobytes() for i in plan.save_plan.inline_leaves},
+            {sample.cell: digest(sample, plan.sources) for sample in wanted},
+        )
+
+    def digest_parity(self, plan: CpuCopyPlan, slot: SlotMap, digests: np.ndarray) -> None:
+        """Digests the parity chunks. Only the slot is read, so the optimizer may run meanwhile."""
+        if parity := plan.save_plan.parity_chunks:
+            self._run_in_threads(
+                lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
+                lambda _, chunks: _digest(slot, digests, chunks),
+            )
 
     def _run_in_threads(self, bounds: Callable[[int], list[int]], work: Callable[[int, range], None]) -> None:
-        """Runs `work` in all threads and waits for them.
+        """Runs `work` in this thread and in the engine's, and waits for them.
 
         It raises an exception that one of them raised.
 
@@ -158,39 +140,39 @@ class CpuCopyEngine:
             bounds: from a number of threads: where the tasks of each thread begin, and the end.
             work: called with the thread's index and its tasks.
         """
-        starts = bounds(len(self._threads))
+        starts = bounds(1 + len(self._threads))
         calls = [partial(work, i, range(begin, end)) for i, (begin, end) in enumerate(pairwise(starts))]
-        run_all(calls[0], list(zip(self._threads[1:], calls[1:], strict=True)))
+        run_all(calls[0], list(zip(self._threads, calls[1:], strict=True)))
 
-    def _copy(self, job: CopyJob, plan: CpuCopyPlan, data: Bytes, digests: np.ndarray) -> None:
+    def _copy(self, order: CopyOrder, plan: CpuCopyPlan, data: Bytes, digests: np.ndarray) -> None:
         """Copies all parts and computes all columns.
 
         Without a pacing plan each thread has its own tasks and begins at once. With one, all
         threads take tasks from one queue, each task when it is due.
         """
-        if job.pacing_plan is None:
-            self._run_in_threads(plan.bounds, lambda i, tasks: self._copy_at_once(job, plan, data, digests, i, tasks))
+        if order.pacing_plan is None:
+            self._run_in_threads(plan.bounds, lambda i, tasks: self._copy_at_once(order, plan, data, digests, i, tasks))
             return
-        paced_copy = PacedCopy(job.pacing_plan, plan.weights, len(plan.tasks))
+        paced_copy = PacedCopy(order.pacing_plan, plan.weights, len(plan.tasks))
         self._throttle.open(paced_copy)
 
         def copy_paced(thread: int, priority: Priority) -> None:
             try:
-                self._copy_paced(job, plan, data, digests, thread, paced_copy, priority)
+                self._copy_paced(order, plan, data, digests, thread, paced_copy, priority)
             except BaseException:
                 self._throttle.abandon(paced_copy)  # other threads may be waiting for a gap
                 raise
 
         # IDLE threads run only while no other thread wants their core, and copy only in gaps. Then
         # BUSY threads copy beside training. Without idle threads, ALL threads do both.
-        priorities = [Priority.BUSY if self._idle_threads else Priority.ALL] * len(self._threads)
+        priorities = [Priority.BUSY if self._idle_threads else Priority.ALL] * (1 + len(self._threads))
         priorities += [Priority.IDLE] * len(self._idle_threads)
         calls = [partial(copy_paced, i, priority) for i, priority in enumerate(priorities)]
-        run_all(calls[0], list(zip([*self._threads[1:], *self._idle_threads], calls[1:], strict=True)))
+        run_all(calls[0], list(zip([*self._threads, *self._idle_threads], calls[1:], strict=True)))
 
     def _copy_paced(
         self,
-        job: CopyJob,
+        order: CopyOrder,
         plan: CpuCopyPlan,
         data: Bytes,
         digests: np.ndarray,
@@ -212,21 +194,21 @@ class CpuCopyEngine:
                 TimelineEvent(f"{COPYING} {thread}", name, begin_s, end_s, task.tier, task.number)
             )
 
-        self._run_tasks(job, plan, data, digests, thread, self._throttle.tasks(paced_copy, priority, note))
+        self._run_tasks(order, plan, data, digests, thread, self._throttle.tasks(paced_copy, priority, note))
         # The engine's rate is that of all threads together: this thread's rate times their number.
         for tier, (nbytes, seconds) in measured.items():
-            self.copy_stats.moved(tier, nbytes * len(self._threads), seconds)
+            self.copy_stats.moved(tier, nbytes * (1 + len(self._threads)), seconds)
 
     def _copy_at_once(
-        self, job: CopyJob, plan: CpuCopyPlan, data: Bytes, digests: np.ndarray, thread: int, tasks: range
+        self, order: CopyOrder, plan: CpuCopyPlan, data: Bytes, digests: np.ndarray, thread: int, tasks: range
     ) -> None:
         """Runs the tasks of one thread without a pause, and measures their rate."""
         began_s, tier = self._clock(), self._throttle.tier
-        self._run_tasks(job, plan, data, digests, thread, zip(tasks, repeat(None), strict=False))
+        self._run_tasks(order, plan, data, digests, thread, zip(tasks, repeat(None), strict=False))
         ended_s = self._clock()
         if len(tasks):
             nbytes = int(plan.work[tasks.stop - 1]) - (int(plan.work[tasks.start - 1]) if tasks.start else 0)
-            self.copy_stats.moved(tier, nbytes * len(self._threads), ended_s - began_s)
+            self.copy_stats.moved(tier, nbytes * (1 + len(self._threads)), ended_s - began_s)
             track = f"{COPYING} {thread}"
             self.copy_stats.timeline.add(
                 TimelineEvent(track, f"{len(tasks)} chunks and columns", began_s, ended_s, tier, nbytes)
@@ -234,7 +216,7 @@ class CpuCopyEngine:
 
     def _run_tasks(
         self,
-        job: CopyJob,
+        order: CopyOrder,
         plan: CpuCopyPlan,
         data: Bytes,
         digests: np.ndarray,
@@ -255,17 +237,39 @@ class CpuCopyEngine:
         for task, tier in tasks:
             written = 0
             if task >= part_tasks:
-                job.at_parity(task - part_tasks)
+                order.at_parity(task - part_tasks)
                 column = plan.save_plan.columns[task - part_tasks]
                 _compute(plan, column, data, plan.scratch[thread])
                 written = column.nbytes * len(column.outputs)
             else:
                 for part in plan.tasks[task]:
                     for chunk in part.chunks:
-                        job.at_chunk(chunk)
-                    written += _copy_part(part, plan.sources, data, digests, job.chunk_bytes)
+                        order.at_chunk(chunk)
+                    written += _copy_part(part, plan.sources, data, digests, order.chunk_bytes)
             counts[(tier or self._throttle.tier) - 1] += written
         self.copy_stats.wrote(counts)
+
+
+@dataclass(frozen=True)
+class _CpuCopy:
+    """One snapshot that the engine copies; set `has_read`: no copy reads the live state."""
+
+    engine: CpuCopyEngine
+    order: CopyOrder
+    plan: CpuCopyPlan
+    has_read: threading.Event = field(default_factory=threading.Event)
+
+    def events(self, slot: SlotMap) -> Generator[CopyEvent, None, None]:
+        digests = np.zeros(self.plan.chunks, np.uint64)
+        try:
+            yield self.engine.copy(self.order, self.plan, slot, digests)
+        finally:
+            self.has_read.set()
+        self.engine.digest_parity(self.plan, slot, digests)
+        yield Digested(digests)
+
+    def drop(self) -> None:
+        self.has_read.set()
 
 
 def _copy_part(part: CopyPart, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int) -> int:

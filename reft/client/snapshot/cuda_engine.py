@@ -2,7 +2,7 @@
 
     compute stream  … optimizer t │ gather small leaves │ F0 │ gap │ F1 │ … │ wait(read) │ optimizer
     side stream           wait(gathered) ► inline leaves ► wait(gap begins) ► parts ► … ► read, done
-    worker thread                        done ► zeros ► state unchanged? ► LANDED ► digests ► SEALED
+    snapshot thread                      done ► late leaves, zeros ► Copied ► digests ► Digested
 
 Without a pacing plan all tasks are enqueued at the mark. With one, the task plan
 (core/pipeline/pacing.py) assigns tasks to the phases of the window. A phase's tasks are enqueued
@@ -13,8 +13,7 @@ scratch memory to the slot run beside the optimizer.
 
 The fence is a wait of the compute stream. An event that is not recorded yet would stop nothing. So
 all copies, and the event behind the last one, are enqueued before the optimizer's pre-hook returns.
-The version counters must be read before the optimizer changes them: the fence or the worker thread
-checks them, whichever comes first. The host writes LANDED after the event has passed, never before.
+The snapshot thread gets `Copied` after the last event has passed, never before.
 
 While training is captured into a CUDA graph nothing is enqueued: the side stream would become part
 of the graph, or the capture would fail. A captured optimizer calls no hook when the graph is
@@ -30,8 +29,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -40,10 +38,9 @@ import numpy as np
 import torch
 
 from reft.client.memory.cuda import Device
-from reft.client.memory.threads import TaskThread
 from reft.client.snapshot.cuda_plan import TRANSFER_BYTES, CudaCopyPlan, compute, plan_transfers
-from reft.client.snapshot.engine import CopyJob
-from reft.client.snapshot.replica_check import DigestSample, digest_of
+from reft.client.snapshot.engine import Copied, CopyEvent, CopyOrder, Digested
+from reft.client.snapshot.replica_check import DigestSample, digest_of, samples
 from reft.client.snapshot.save_plan import ParityTiling
 from reft.client.snapshot.stats import CopyStats
 from reft.client.snapshot.timeline import COPYING, TimelineEvent
@@ -52,7 +49,7 @@ from reft.core.pipeline import pacing
 from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
 from reft.errors import ReftError
-from reft.wire.slot_format import chunk_digest
+from reft.wire.slot_format import SlotMap, chunk_digest
 
 log = logging.getLogger("reft")
 # Snapshots between two task plans from newer measurements; one costs the host up to a millisecond.
@@ -61,7 +58,9 @@ PENDING_MAX = 256  # measurements that the device has not finished yet
 
 
 class CudaCopyEngine:
-    """Copies state that lies on one CUDA device; at most one snapshot at a time.
+    """Copies state that lies on one CUDA device; at most one snapshot is open at a time.
+
+    The snapshot thread may finish one snapshot while the next one begins.
 
     Args:
         device: the streams of CUDA, or a substitute in the contract test.
@@ -70,14 +69,17 @@ class CudaCopyEngine:
             With 0 the optimizer waits until these bytes are in the slot.
     """
 
+    compares_all = False  # to copy whole cells over PCIe would undo what sharding saves
+    keeps_host_time = False
+    needs_slot_at_mark = True
+    copy_cpu: int | None = None  # the device copies
+
     def __init__(
         self, device: Device | None = None, parity_scratch_bytes: int = 64 << 20, overrun_scratch_bytes: int = 0
     ) -> None:
         self.copy_stats = CopyStats()
         # A launch costs more than a small column, so columns are as wide as the scratch allows.
         self.parity_tiling = ParityTiling(TRANSFER_BYTES, parity_scratch_bytes // 2, parity_scratch_bytes)
-        self.compares_all = False  # to copy whole cells over PCIe would undo what sharding saves
-        self.keeps_host_time = False
         self._device = device or Device()
         self._overrun_bytes = overrun_scratch_bytes
         self._overrun: torch.Tensor | None = None
@@ -85,23 +87,24 @@ class CudaCopyEngine:
         self._out_of_memory = 0  # snapshots in a row for which the device had no memory
         self._task_plan: tuple[CudaCopyPlan, tuple[Tier, ...], pacing.TaskPlan] | None = None
         self._plan_age = 0
-        self._worker = TaskThread("reft-copier", None)
-        self._current_copy: _CopyInProgress | None = None
+        self._current: _CudaCopy | None = None
         self._tier = Tier.COMPUTE
         self._pending: deque[_Measured] = deque(maxlen=PENDING_MAX)
 
-    def begin(self, job: CopyJob) -> None:
-        if self._transfers is None or self._transfers.save_plan is not job.save_plan:
-            self._transfers = self._new_transfers(job)
+    def begin(self, order: CopyOrder, slot: SlotMap | None) -> _CudaCopy:
+        assert slot is not None, "copies are enqueued at the mark, so the slot must be known"
+        if self._transfers is None or self._transfers.save_plan is not order.save_plan:
+            self._transfers = self._new_transfers(order)
         self._collect_times()
-        plan = self._plan(self._transfers, job.pacing_plan) if job.pacing_plan else None
-        current = _CopyInProgress(job, self._transfers, plan, self._device, self._pending)
+        plan = self._plan(self._transfers, order.pacing_plan) if order.pacing_plan else None
+        current = _CudaCopy(order, self._transfers, slot, plan, self._device, self._pending)
         current.start()
-        self._current_copy = current
+        self._current = current
         # Leaves on the host are copied at once.
-        host_bytes = job.save_plan.written_bytes - sum(self._transfers.written)
+        host_bytes = order.save_plan.written_bytes - sum(self._transfers.written)
         self.copy_stats.wrote([host_bytes if tier is self._tier else 0 for tier in Tier])
         self._launch(list(current.todo) if plan is None else [*plan.tasks(pacing.AT_MARK), *plan.tasks(0)], self._tier)
+        return current
 
     def is_capturing(self) -> bool:
         return self._device.is_capturing()
@@ -109,9 +112,9 @@ class CudaCopyEngine:
     def enter(self, index: int, tier: Tier) -> Any:
         event = self._device.record_compute()
         self._tier = tier
-        if index and self._current_copy is not None and self._current_copy.todo:
-            self._current_copy.side_waits(event)
-            self._launch(self._current_copy.tasks(index, tier), tier)
+        if index and self._current is not None and self._current.todo:
+            self._device.side_waits(event)
+            self._launch(self._current.tasks(index, tier), tier)
         return event
 
     def stamp(self) -> Any:
@@ -121,39 +124,33 @@ class CudaCopyEngine:
         return self._device.times(stamps)
 
     def hurry(self) -> None:
-        if self._current_copy is not None:
-            self._launch(list(self._current_copy.todo), self._tier)
+        if self._current is not None:
+            self._launch(list(self._current.todo), self._tier)
 
     def fence(self) -> None:
-        current, self._current_copy = self._current_copy, None
+        current, self._current = self._current, None
         if current is None:
             return
         if current.todo:
             self.copy_stats.wrote(current.overrun(self._scratch()))
-            self._worker.submit(current.finish)
-        current.decide()
         before = self._device.record_compute()
         self._device.compute_waits(current.read)
         self._pending.append(_Measured(before, self._device.record_compute(), Tier.FENCE, 0))
 
-    def submit(self, task: Callable[[], None]) -> None:
-        self._worker.submit(task)
-
     def close(self) -> None:
-        self._worker.close()
+        """Does nothing, because the engine has no thread of its own."""
 
     def _launch(self, tasks: Sequence[int], tier: Tier) -> None:
-        """Enqueues tasks of the current snapshot; after the last task the worker thread goes on."""
-        current = self._current_copy
+        """Enqueues tasks of the current snapshot; after the last, the snapshot thread goes on."""
+        current = self._current
         if current is None or current.read is not None:
             return
         if len(tasks):
             self.copy_stats.wrote(current.launch(tasks, tier))
         if not current.todo:
-            current.land()
-            self._worker.submit(current.finish)
+            current.end_reads()
 
-    def _new_transfers(self, job: CopyJob) -> CudaCopyPlan:
+    def _new_transfers(self, order: CopyOrder) -> CudaCopyPlan:
         """Returns the copy plan for a new save plan.
 
         It comes with the memory of the device that it needs. If the device has too little memory,
@@ -165,13 +162,13 @@ class CudaCopyEngine:
         """
         if not self._out_of_memory & (self._out_of_memory - 1):
             with contextlib.suppress(torch.OutOfMemoryError):
-                transfers = plan_transfers(job.save_plan, job.chunk_bytes)
+                transfers = plan_transfers(order.save_plan, order.chunk_bytes)
                 self._out_of_memory = 0
                 return transfers
         self._out_of_memory += 1
         raise ReftError(
             f"the device has no room for small leaves and parity, "
-            f"at most {job.save_plan.tiling.scratch} bytes of scratch memory.",
+            f"at most {order.save_plan.tiling.scratch} bytes of scratch memory.",
             "lower REFT_PARITY_SCRATCH_BYTES",
         )
 
@@ -245,39 +242,39 @@ class _Measured(NamedTuple):
     is_parity: bool = False
 
 
-class _CopyInProgress:
-    """One snapshot in progress: the trainer's thread enqueues it, the worker thread finishes it."""
+class _CudaCopy:
+    """One snapshot: the trainer's thread enqueues it, the snapshot thread finishes it.
+
+    Attributes:
+        todo: the tasks that are not enqueued yet, in order.
+        read: the event behind the last byte that is read from the live state; None until all
+            copies are enqueued.
+    """
 
     def __init__(
         self,
-        job: CopyJob,
+        order: CopyOrder,
         transfers: CudaCopyPlan,
+        slot: SlotMap,
         plan: pacing.TaskPlan | None,
         device: Device,
         pending: deque[_Measured],
     ) -> None:
-        self._job, self._transfers, self._plan = job, transfers, plan
+        self._order, self._transfers, self._plan = order, transfers, plan
         self._device, self._pending = device, pending
-        # New for each snapshot, as the worker may read it after the next one has begun. torch
-        # reuses pinned memory.
+        # New for each snapshot, as the snapshot thread may read it after the next one has begun.
+        # torch reuses pinned memory.
         self._on_cuda = transfers.gathered.device.type != "cpu"
         self._host_copy = torch.empty(
             transfers.gathered.nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda
         )
-        # After the allocation, which may raise: only `failed` gives a slot back.
-        self._slot = job.open(False)
-        self._data = torch.from_numpy(self._slot.data)
-        self._lock = threading.Lock()
-        self._outcome: Future[None] = Future()
+        self._data = torch.from_numpy(slot.data)
+        self._error: Exception | None = None
         self._samples: list[tuple[DigestSample, list[torch.Tensor]]] = []
+        self._is_enqueued = threading.Event()
         self._done: Any = None
-        self.read: Any = None  # the event behind the last byte that is read from the live state
-        # The tasks that are not enqueued yet, in order.
+        self.read: Any = None
         self.todo = dict.fromkeys(range(len(transfers.parts) + len(transfers.save_plan.columns)))
-
-    def side_waits(self, event: Any) -> None:
-        """Holds back all later copies until the device has passed this event."""
-        self._device.side_waits(event)
 
     def tasks(self, index: int, tier: Tier) -> Sequence[int]:
         """Returns the tasks of a phase.
@@ -299,7 +296,8 @@ class _CopyInProgress:
         inline_bytes = self._transfers.riders_bytes
         with self._device.on_side():
             self._host_copy[:inline_bytes].copy_(self._transfers.gathered[:inline_bytes], non_blocking=True)
-            self._samples = [(sample, self._copy_sample(sample)) for sample in self._job.samples()]
+            wanted = samples(self._order.save_plan.cells, self._order.step, self._order.compares_all)
+            self._samples = [(sample, self._copy_sample(sample)) for sample in wanted]
 
     def launch(self, tasks: Iterable[int], tier: Tier) -> list[int]:
         """Enqueues the tasks that are still to do; returns the bytes written, by tier."""
@@ -309,9 +307,10 @@ class _CopyInProgress:
             self.todo.pop(task, None)
         return self._bytes_by_tier(remaining, tier)
 
-    def land(self) -> None:
+    def end_reads(self) -> None:
         """Records the event behind the last copy; called when all tasks are enqueued."""
         self._done = self.read = self._device.record_side()
+        self._is_enqueued.set()
 
     def overrun(self, scratch: torch.Tensor) -> list[int]:
         """At the fence: enqueues the remaining tasks, through the scratch memory while it lasts.
@@ -333,36 +332,26 @@ class _CopyInProgress:
         self._batch(list(staged), Tier.FENCE, lambda task: self._to_slot(task, staged[task]))
         self.todo.clear()
         self._done = self._device.record_side()
+        self._is_enqueued.set()
         return self._bytes_by_tier(remaining, Tier.FENCE)
 
     def _stage(self, staged: Mapping[int, torch.Tensor]) -> None:
         for task, memory in staged.items():
-            self._job.at_chunk(task)
+            self._order.at_chunk(task)
             memory.copy_(self._transfers.parts[task][0], non_blocking=True)
-
-    def decide(self) -> None:
-        """Checks that nothing has written the state since the mark; keeps the first result."""
-        with self._lock:
-            if self._outcome.done():
-                return
-            try:
-                self._job.intact()
-                self._outcome.set_result(None)
-            except Exception as error:
-                self._outcome.set_exception(error)
 
     def _attempt(self, enqueue: Callable[[], object], on_side: bool = True) -> None:
         """Calls `enqueue`; an exception ends the snapshot, not the training.
 
         The fence is still needed then: copies that are enqueued already read the live state.
         """
-        if self._outcome.done():
+        if self._error is not None:
             return
         try:
             with torch.no_grad(), self._device.on_side() if on_side else contextlib.nullcontext():
                 enqueue()
         except Exception as error:
-            self._outcome.set_exception(error)
+            self._error = error
             self.todo.clear()
 
     def _bytes_by_tier(self, tasks: Sequence[int], tier: Tier) -> list[int]:
@@ -385,10 +374,10 @@ class _CopyInProgress:
         """Enqueues a part's copy from live state to slot, or computes a parity column."""
         parts = self._transfers.parts
         if task < len(parts):
-            self._job.at_chunk(task)
+            self._order.at_chunk(task)
             self._to_slot(task, parts[task][0])
         else:
-            self._job.at_parity(task - len(parts))
+            self._order.at_parity(task - len(parts))
             compute(self._transfers, self._transfers.save_plan.columns[task - len(parts)], self._data)
 
     def _to_slot(self, task: int, source: torch.Tensor) -> None:
@@ -417,23 +406,23 @@ class _CopyInProgress:
             parts.append(part)
         return parts
 
-    def finish(self) -> None:
-        """In the worker thread: waits for the last copy, then makes the slot LANDED and SEALED."""
-        job, slot, transfers = self._job, self._slot, self._transfers
-        try:
-            self._device.host_waits(self._done)
-            self.decide()
-            self._outcome.result()
-            memory, data = self._host_copy.numpy(), slot.data
-            for begin, size, offset in transfers.late:
-                np.copyto(data[offset : offset + size], memory[begin : begin + size])
-            for offset, size in job.save_plan.zeros if slot.is_new_layout else ():
-                data[offset : offset + size] = 0
-            job.compared(
-                {sample.cell: digest_of(sample, [part.numpy() for part in parts]) for sample, parts in self._samples}
-            )
-            leaves = [(job.save_plan.leaves[i], transfers.places[i]) for i in job.save_plan.inline_leaves]
-            job.landed({leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves})
-            job.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
-        except Exception as error:
-            job.failed(error)
+    def events(self, slot: SlotMap) -> Generator[CopyEvent, None, None]:
+        transfers = self._transfers
+        self._is_enqueued.wait()
+        self._device.host_waits(self._done)
+        if self._error is not None:
+            raise self._error
+        memory, data = self._host_copy.numpy(), slot.data
+        for begin, size, offset in transfers.late:
+            np.copyto(data[offset : offset + size], memory[begin : begin + size])
+        for offset, size in transfers.save_plan.zeros if slot.is_new_layout else ():
+            data[offset : offset + size] = 0
+        leaves = [(transfers.save_plan.leaves[i], transfers.places[i]) for i in transfers.save_plan.inline_leaves]
+        yield Copied(
+            {leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves},
+            {sample.cell: digest_of(sample, [part.numpy() for part in parts]) for sample, parts in self._samples},
+        )
+        yield Digested(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+
+    def drop(self) -> None:
+        """Does nothing: copies are enqueued at the mark, so there was a slot."""

@@ -1,4 +1,11 @@
-"""The interface of a copy engine, and the job of copying one snapshot.
+"""The interface of a copy engine: what it takes, and the events that it gives back.
+
+    trainer's thread    begin(order) ─► RunningCopy                         enter, hurry, fence
+    snapshot thread     for event in copy.events(slot):  Copied ─► Digested
+
+The engine calls nobody back. The snapshot thread pulls the events one by one: when it asks for the
+next event, it has dealt with the one before. An exception ends the events, and with them the
+snapshot.
 
 There is an engine for CPU and one for CUDA. One contract test runs both
 (tests/client/snapshot/test_engines.py).
@@ -6,58 +13,93 @@ There is an engine for CPU and one for CUDA. One contract test runs both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from reft.client.snapshot.replica_check import DigestSample
 from reft.client.snapshot.save_plan import ParityTiling, SavePlan
 from reft.client.snapshot.stats import CopyStats
 from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
+from reft.failpoints import Failpoints
 from reft.wire.slot_format import SlotMap
 
 
-@dataclass
-class CopyJob:
-    """One snapshot to copy, and the callbacks of its stages.
+@dataclass(frozen=True)
+class CopyOrder:
+    """One snapshot to copy. The fence is the deadline of all its reads of the live state.
 
     Attributes:
-        open: returns the slot to write, in the state WRITING. If its argument is true, it may wait
-            for a slot, and runs in the engine's thread. Raises if there is no slot.
-        give_up: makes an `open` that waits raise.
-        chunk_bytes: size of a chunk, the same in each slot.
         save_plan: what to write where.
-        at_chunk: called with each chunk's index before the part with this chunk is copied; may
-            raise.
-        at_parity: called with each parity column's index before the column is computed; may raise.
-        intact: called after the last byte was read, and before anything writes the state again.
-            Raises if the state was written since the mark.
-        landed: called when all bytes are in the slot, with the inline leaves' bytes at the mark, by
-            name.
-        sealed: called when the digests are there, with the digest of each chunk.
-        failed: called when anything raises, in place of the callbacks that are still to come.
-        samples: returns which bytes of the cells to digest, for comparison with other ranks.
-        compared: called before `landed`, with the samples' digests by cell.
+        chunk_bytes: size of a chunk, the same in each slot.
+        step: the step; decides which window of each cell is digested for other ranks.
+        compares_all: whether all bytes of each cell are digested, not only a window.
         pacing_plan: when in the window bytes are copied; None copies at once, beside whatever
             training does.
+        failpoints: faults to inject before each chunk and parity column.
+        facts: rank, step and epoch, for the failpoints.
     """
 
-    open: Callable[[bool], SlotMap]
-    give_up: Callable[[], None]
-    chunk_bytes: int
     save_plan: SavePlan
-    at_chunk: Callable[[int], object]
-    at_parity: Callable[[int], object]
-    intact: Callable[[], None]
-    landed: Callable[[Mapping[str, bytes]], None]
-    sealed: Callable[[np.ndarray], None]
-    failed: Callable[[Exception], None]
-    samples: Callable[[], Sequence[DigestSample]]
-    compared: Callable[[Mapping[int, int]], None]
+    chunk_bytes: int
+    step: int
+    compares_all: bool = False
     pacing_plan: PacingPlan | None = None
+    failpoints: Failpoints = field(default_factory=Failpoints)
+    facts: Mapping[str, int] = field(default_factory=dict)
+
+    def at_chunk(self, index: int) -> None:
+        """Passes the failpoint before the part with this chunk is copied."""
+        self.failpoints.hit("snapshot.chunk", chunk=index, **self.facts)
+
+    def at_parity(self, index: int) -> None:
+        """Passes the failpoint before this parity column is computed."""
+        self.failpoints.hit("snapshot.parity", chunk=index, **self.facts)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """All bytes are in the slot, and no copy reads the live state any more.
+
+    Attributes:
+        inline_leaves: the inline leaves' bytes at the mark, by name.
+        cell_digests: cell → digest of this rank's bytes in it, for comparison with other ranks.
+    """
+
+    inline_leaves: Mapping[str, bytes]
+    cell_digests: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Digested:
+    """The slot has its digests: one uint64 for each chunk."""
+
+    digests: np.ndarray
+
+
+CopyEvent = Copied | Digested
+
+
+class RunningCopy(Protocol):
+    """One snapshot that an engine copies."""
+
+    def events(self, slot: SlotMap) -> Generator[CopyEvent, None, None]:
+        """Copies into the slot, and yields `Copied`, then `Digested`. For the snapshot thread.
+
+        The fence of the CPU engine opens once the caller asks for the event after `Copied`, or
+        closes the iterator.
+
+        Args:
+            slot: a slot in the state WRITING; the same as in `begin`, if one was passed there.
+
+        Raises:
+            Exception: the copy failed.
+        """
+
+    def drop(self) -> None:
+        """Opens the fence of a copy that gets no slot; it reads the live state no more."""
 
 
 class CopyEngine(Protocol):
@@ -68,15 +110,24 @@ class CopyEngine(Protocol):
         parity_tiling: the sizes of the parity columns that this engine works best with.
         compares_all: whether the engine can digest all live bytes of a snapshot at a bearable cost.
         keeps_host_time: whether work is done on the device when Python has done it.
+        needs_slot_at_mark: whether `begin` needs the slot. If not, the slot may come later in the
+            window.
+        copy_cpu: the CPU that the snapshot thread shall run on; None leaves it to the scheduler.
     """
 
     copy_stats: CopyStats
     parity_tiling: ParityTiling
     compares_all: bool
     keeps_host_time: bool
+    needs_slot_at_mark: bool
+    copy_cpu: int | None
 
-    def begin(self, job: CopyJob) -> None:
-        """Starts one snapshot; the earlier one must have passed its fence."""
+    def begin(self, order: CopyOrder, slot: SlotMap | None) -> RunningCopy:
+        """Starts one snapshot; the earlier one must have passed its fence.
+
+        Raises:
+            ReftError: the snapshot can't be copied; nothing was started.
+        """
 
     def fence(self) -> None:
         """Makes sure that no copy reads the live state any more.
@@ -107,8 +158,5 @@ class CopyEngine(Protocol):
     def hurry(self) -> None:
         """Copies the rest of the snapshot at once: a caller waits, or training has paused."""
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Runs a small task in the engine's thread."""
-
     def close(self) -> None:
-        """Ends the thread, after the snapshot that it works on."""
+        """Ends the engine's threads; its last snapshot must have ended."""

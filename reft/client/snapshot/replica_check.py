@@ -41,6 +41,7 @@ from reft.client.state.tensors import TensorIndex, flat_bytes, is_dense
 from reft.core.layout.cells import Division
 from reft.core.layout.layout import Leaf
 from reft.core.layout.stage_naming import CONSTANT
+from reft.core.text import counted
 from reft.errors import FormatError
 from reft.wire import capsule_format
 from reft.wire.slot_format import Bytes
@@ -110,6 +111,23 @@ def are_mismatched(ranks: Iterable[Iterable[Sequence[int]]]) -> bool:
     """
     known: dict[tuple[int, int], int] = {}
     return any(known.setdefault((step, cell), digest) != digest for each in ranks for step, cell, digest in each)
+
+
+def mismatch(division: Division, cells: Collection[int]) -> str:
+    """Returns which replicas differ, so that no step becomes whole; empty if all are equal.
+
+    Args:
+        division: the cells of the placement.
+        cells: the cells in which ranks found a difference.
+    """
+    if not cells:
+        return ""
+    leaves = [leaf.name for cell in sorted(cells) for leaf in division.cells[cell].leaves]
+    where = f"in {counted(len(leaves), 'leaf', 'leaves')} at most, e.g. {leaves[0]}"
+    return (
+        f"ranks hold different bytes where they should be replicas: {where}. No step becomes whole meanwhile."
+        "\nFix: wrap the model in DDP; if ranks shall differ, attach with protect='none'"
+    )
 
 
 def _window(nbytes: int, step: int, in_whole: bool) -> tuple[int, int]:

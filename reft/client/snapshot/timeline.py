@@ -3,6 +3,7 @@
     tracks   steps     │ step 7                                  │ step 8 …
              training  │ F0 │ F1 │ wait │ B0 │ F2 │ … │ fence │
              copying   │    (chunks, each with its tier)  │ parity │ digests │
+             snapshots │ OPENING │ COPYING │ LANDED │
 
 A ring of fixed size keeps the newest events. To record an event costs one append; the trace is made
 on request.
@@ -12,8 +13,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+from reft.client.snapshot.task import SnapshotTask
 from reft.core.pipeline.pacing import Tier
 
 EVENTS_MAX = 16384
@@ -23,7 +27,7 @@ TIERS = {
     Tier.COLLECTIVE: "beside collectives",
     Tier.FENCE: "fence",
 }
-STEPS, TRAINING, COPYING = "steps", "training", "copying"
+STEPS, TRAINING, COPYING, SNAPSHOTS = "steps", "training", "copying", "snapshots"
 
 
 class TimelineEvent(NamedTuple):
@@ -64,13 +68,17 @@ class Timeline:
         """Returns the events that are kept, oldest first."""
         return list(self._events)
 
-    def chrome(self, rank: int) -> dict[str, Any]:
+    def chrome(self, rank: int, more: Sequence[TimelineEvent] = ()) -> dict[str, Any]:
         """Returns one rank's trace as JSON types, for chrome://tracing and ui.perfetto.dev.
+
+        Args:
+            rank: the rank.
+            more: events that the ring does not keep.
 
         Times are microseconds since 1970, so the traces of one machine's ranks can be joined into
         one file.
         """
-        events = self.events()
+        events = [*self.events(), *more]
         tracks = list(dict.fromkeys([STEPS, TRAINING, *sorted({event.track for event in events})]))
         numbers = {track: number for number, track in enumerate(tracks)}
         trace_events: list[dict[str, Any]] = [_label("process_name", rank, 0, f"rank {rank}")]
@@ -92,6 +100,14 @@ class Timeline:
         if event.detail >= 0:
             details["number"] = event.detail
         return {**trace_event, "args": details} if details else trace_event
+
+
+def snapshot_spans(task: SnapshotTask) -> list[TimelineEvent]:
+    """Returns one event for each state of a snapshot, from the task's own events."""
+    return [
+        TimelineEvent(SNAPSHOTS, f"step {task.step} {begin.text}", begin.at_s, end.at_s)
+        for begin, end in pairwise(task.events)
+    ]
 
 
 def _label(kind: str, rank: int, number: int, name: str) -> dict[str, Any]:

@@ -35,8 +35,7 @@ class Exchange:
 
 def snapshots(unplanned_leaves: tuple[str, ...] = (), retires: bool = True) -> Any:
     return SimpleNamespace(
-        unplanned_leaves=unplanned_leaves,
-        reporter=SimpleNamespace(mismatched=frozenset()),
+        misfits=lambda: bool(unplanned_leaves),
         retire=lambda deadline_s: retires,
     )
 
@@ -75,8 +74,9 @@ def test_the_base_is_the_newest_version_that_a_rank_or_daemon_knows_to_be_whole(
     """A daemon that knows a whole version may have freed older data."""
     acts = []
     ended = SimpleNamespace(
-        whole=known, is_discarded=lambda step: step <= 3, retire=lambda deadline_s: acts.append("closed") or True,
-        leases=SimpleNamespace(whole=lambda: acts.append("asked") or (None if told is None else Version(OWN, told))),
+        round=SimpleNamespace(whole=known, is_discarded=lambda step: step <= 3),
+        retire=lambda deadline_s: acts.append("closed") or True,
+        slots=SimpleNamespace(daemon_whole=lambda: acts.append("asked") or (None if told is None else Version(OWN, told))),
     )  # fmt: skip
     assert tuple(_end_snapshots(8, ended)) == newest
     assert acts == ["closed", "asked"], "what is asked for sooner may be let go of in between"

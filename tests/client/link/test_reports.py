@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from reft.client.link import reports as reporting
-from reft.client.link.reports import CALLS_MAX, Reporter
+from reft.client.link.reports import CALLS_MAX, Reporter, ReporterFacts
 from reft.core.commit.round import StepReport
 from reft.core.commit.version import Epoch, Version
 from reft.errors import DaemonUnavailable, StaleEpoch
@@ -73,7 +73,9 @@ def played(tmp_path):
 
 @pytest.fixture
 def reporter(played, tmp_path):
-    found = Reporter(f"unix:{tmp_path}/none", str(tmp_path / "local"), "job", EPOCH, 0, 20.0, Failpoints())
+    found = Reporter(
+        ReporterFacts(f"unix:{tmp_path}/none", str(tmp_path / "local"), "job", EPOCH, 0, 20.0), Failpoints()
+    )
     yield found
     found.close()
 
@@ -93,10 +95,10 @@ def test_each_report_covers_all_undecided_steps(reporter, played):
     until(lambda: whole(reporter) == 1)
     reporter.answer(5, VOID)
     assert played.next() == report_of({4: SEALED, 5: VOID}, since=1)
-    assert reporter._delays.last_void is None
+    assert reporter._undecided.delays.last_void is None
     played.say(whole=1, until=5)
     until(lambda: reporter.voids(Version(EPOCH, 4)))
-    assert reporter._delays.last_void == 5 and not reporter.voids(Version(EPOCH, 1))
+    assert reporter._undecided.delays.last_void == 5 and not reporter.voids(Version(EPOCH, 1))
     assert not reporter.voids(Version(Epoch(2, b"o" * 16), 4))
 
 
@@ -150,7 +152,7 @@ def test_a_restarted_daemon_gets_the_report_again(reporter, played, caplog):
 
 
 def test_sealed_steps_are_reported_after_a_long_absence_of_the_daemon(tmp_path):
-    reporter = Reporter("unix:/none", str(tmp_path / "local"), "job", EPOCH, 0, 20.0, Failpoints())
+    reporter = Reporter(ReporterFacts("unix:/none", str(tmp_path / "local"), "job", EPOCH, 0, 20.0), Failpoints())
     for step in range(1, 200):
         reporter.answer(step, SEALED if step in (3, 5) else VOID)
     daemon = Played(tmp_path / "local")
@@ -162,7 +164,7 @@ def test_sealed_steps_are_reported_after_a_long_absence_of_the_daemon(tmp_path):
 
 
 def test_a_missing_daemon_gives_an_error_at_once(tmp_path):
-    reporter = Reporter("unix:/none", str(tmp_path / "none"), "job", EPOCH, 0, 20.0, Failpoints())
+    reporter = Reporter(ReporterFacts("unix:/none", str(tmp_path / "none"), "job", EPOCH, 0, 20.0), Failpoints())
     reporter.answer(1, SEALED)
     assert isinstance(reporter.error, DaemonUnavailable) and reporter._unanswered == 0
     reporter.close()

@@ -112,8 +112,8 @@ def test_chunks_go_into_gaps_only_if_these_suffice(kind, stage):
         played.mark()
         played.train()
     played.stage.doing, played.stage.waiting = doing, at_gate
-    taken.job.pacing_plan = played.mark()
-    played.copy_engine.begin(taken.job)
+    taken.paced(played.mark())
+    taken.start(played.copy_engine)
     at_gate()
     played.train()
     played.copy_engine.fence()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
+from reft.client.snapshot.round_view import RoundView
 from reft.core.commit.lag_backoff import MEMORY, OutcomeDelays
 from reft.core.commit.snapshot_interval import PRIOR_S, FailureHistory, is_due
 from reft.core.recovery.inventory import Inventory
@@ -20,13 +19,13 @@ MOST_STEPS = 20_000  # a step takes 1 ms here, and the round is slow on a busy m
 def spied(session, monkeypatch):
     """Returns the list of steps that the session tries to snapshot."""
     taken = []
-    original = session._snapshots.take
+    original = session._window.snapshots.take
 
     def take(step, is_marked, pacing_plan=None):
         taken.append(step)
         return original(step, is_marked, pacing_plan)
 
-    monkeypatch.setattr(session._snapshots, "take", take)
+    monkeypatch.setattr(session._window.snapshots, "take", take)
     return taken
 
 
@@ -44,7 +43,7 @@ def feed(session, monkeypatch, stall_s):
 
     In this test a real mark would cost as much time as a real step.
     """
-    interval = session._cadence.interval
+    interval = session._window.cadence.interval
     observe = interval.observe
     monkeypatch.setattr(interval, "observe", lambda _, stall: observe(1.0, None if stall is None else stall_s))
 
@@ -55,7 +54,7 @@ def test_the_interval_grows_until_the_budget_is_met(attach, monkeypatch, caplog)
     feed(session, monkeypatch, 0.005)
     taken = spied(session, monkeypatch)
     train_until(session, model, optimizer, lambda: session.every > 1)
-    pace = session._snapshots.reporter.interval
+    pace = session._window.snapshots.reporter.interval
     assert pace.every == session.every == 5 and pace.start <= session.step
     stop = session.step + 40
     train_until(session, model, optimizer, lambda: session.step >= stop)
@@ -64,14 +63,14 @@ def test_the_interval_grows_until_the_budget_is_met(attach, monkeypatch, caplog)
     assert "one step in 5 is snapshotted" in caplog.text
     sealed = session.seal(timeout=60)
     assert sealed.step == session.step, "a step that is not due is taken when it is asked for"
-    session._cadence.mark(copy.copy(session._snapshots))
+    session._window.cadence.restart()
     assert session.every == 1, "another epoch: all ranks begin anew, whatever each has heard of the last one"
 
 
 def test_the_stall_is_measured(attach, monkeypatch):
     model, optimizer = make()
     session = attach(model, optimizer, every="auto")
-    copy_engine, interval = session._snapshots.copy_engine, session._cadence.interval
+    copy_engine, interval = session._window.snapshots.engine, session._window.cadence.interval
     seen = []
     monkeypatch.setattr(interval, "observe", lambda seconds, stall: seen.append((seconds, stall)))
     fence = copy_engine.fence
@@ -107,7 +106,7 @@ def test_a_fixed_interval_is_neither_measured_nor_agreed(attach, monkeypatch):
     taken = spied(session, monkeypatch)
     train_until(session, model, optimizer, lambda: session.step >= 100)
     assert taken == list(range(7, session.step + 1, 7))
-    assert session.every == 7 and session.overhead() is None and session._snapshots.reporter.requested_every == 0
+    assert session.every == 7 and session.overhead() is None and session._window.snapshots.reporter.requested_every == 0
 
 
 @pytest.mark.parametrize("every", [0, -3, 1.5, "often"])
@@ -122,7 +121,7 @@ def test_the_jobs_failures_give_the_mtbf_by_default(attach, monkeypatch):
     for given, expected in ((0.0, PRIOR_S), (60.0, 60.0)):
         monkeypatch.setenv("REFT_MTBF_S", str(given))
         session = attach(model, optimizer, every="auto")
-        assert session._cadence.interval.mtbf_s == expected
+        assert session._window.cadence.interval.mtbf_s == expected
         session.close()
 
 
@@ -133,34 +132,34 @@ def test_while_the_round_lags_some_due_steps_are_skipped(attach, monkeypatch, ca
     """
     model, optimizer = make()
     session = attach(model, optimizer, every=3)
-    snapshots = session._snapshots
-    monkeypatch.setattr(snapshots, "newest_known_whole", lambda: -1)
+    snapshots = session._window.snapshots
+    monkeypatch.setattr(RoundView, "whole_step", -1)
     taken = spied(session, monkeypatch)
     for _ in session.steps(200):
         step_once(model, optimizer)
         if session.step == 100:
-            snapshots.reporter._delays = OutcomeDelays(100, (30,) * MEMORY)
-            monkeypatch.setattr(snapshots.reporter._delays, "note_decided", lambda *_: None)
+            snapshots.reporter._undecided.delays = OutcomeDelays(100, (30,) * MEMORY)
+            monkeypatch.setattr(snapshots.reporter._undecided.delays, "note_decided", lambda *_: None)
     assert [step for step in taken if step <= 100] == list(range(3, 101, 3))
     assert [step for step in taken if step > 100] == [144, 192], "each 16th of the due ones, by its number"
     left_out = [step for step in range(102, 201, 3) if step not in taken]
     assert session.stats()["skipped"] >= len(left_out), "the other ranks hear that these are void"
     assert "only one of 16 due steps is snapshotted" in caplog.text
-    until(lambda: snapshots.reporter._newest_reported >= 198, what="the void of the last one that was left out")
+    until(lambda: snapshots.reporter._undecided.newest >= 198, what="the void of the last one that was left out")
 
 
 def test_seal_takes_a_step_that_was_left_out(attach, monkeypatch):
     model, optimizer = make()
     session = attach(model, optimizer)
-    snapshots, known = session._snapshots, session._snapshots.newest_known_whole
+    snapshots, known = session._window.snapshots, RoundView.whole_step
     sealed = []
     for step in session.steps(60):
         if step == 50:
-            monkeypatch.setattr(snapshots, "newest_known_whole", lambda: -1)
-            snapshots.reporter._delays = OutcomeDelays(50, (30,) * MEMORY)
+            monkeypatch.setattr(RoundView, "whole_step", -1)
+            snapshots.reporter._undecided.delays = OutcomeDelays(50, (30,) * MEMORY)
         if step == 53:
-            assert session._cadence._left_out[0] == 53
-            monkeypatch.setattr(snapshots, "newest_known_whole", known)
+            assert snapshots._left_out[0].step == 53
+            monkeypatch.setattr(RoundView, "whole_step", known)
             sealed.append(session.seal(timeout=60))
         step_once(model, optimizer)
     assert (sealed[0].whole, sealed[0].step) == (True, 53)

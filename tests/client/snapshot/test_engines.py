@@ -11,6 +11,8 @@ as possible. With a GPU it also runs on CUDA.
 from __future__ import annotations
 
 import itertools
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from reft.client.snapshot import save_plan as save_plan
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, join_parts
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
+from reft.client.snapshot.engine import Copied
 from reft.client.snapshot.save_plan import WriteItem
 from reft.client.state.tensors import TensorIndex
 from reft.core.coding import erasure
@@ -28,6 +31,7 @@ from reft.core.coding.placement import Placement
 from reft.core.commit.slots import SlotState
 from reft.core.pipeline.pacing import Tier
 from reft.errors import ReftError
+from tests.support.daemons import until
 from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
 from tests.support.streams import Inline
 
@@ -51,7 +55,7 @@ def test_inline_and_staged_leaves_are_as_at_the_mark(engine, D):
     taken = Taken(tensors, {"buffer", "cache"}, placement_of(TensorIndex(tensors, {"buffer", "cache"}), D, D - 1))
     assert "cache" not in [taken.save_plan.leaves[i].name for i in taken.save_plan.inline_leaves]
     before = {name: bytes_in(tensors[name]).tobytes() for name in ("buffer", "cache")}
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine)
     for name in before:
         tensors[name].add_(1)  # as forward does
     copy_engine.fence()
@@ -64,7 +68,7 @@ def test_nothing_is_read_after_the_fence(engine):
     tensors = tensors_on(device)
     taken = Taken(tensors, set())
     before = tensors["large"].cpu().numpy().tobytes()
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine)
     copy_engine.fence()
     tensors["large"].zero_()
     assert taken.ended.wait(20) and taken.error is None
@@ -75,16 +79,13 @@ def test_a_failure_is_reported_and_the_fence_opens(engine):
     copy_engine, device = engine
     taken = Taken(tensors_on(device), set())
 
-    def torn() -> None:
-        raise ReftError("torn")
-
-    taken.job.intact = torn
-    copy_engine.begin(taken.job)
+    taken.landed = lambda copied: throw(ReftError("torn"))
+    taken.start(copy_engine)
     copy_engine.fence()
     assert taken.ended.wait(20) and "torn" in str(taken.error)
     assert taken.slot.reread().state is SlotState.WRITING, "a torn snapshot must not look landed"
     again = Taken(tensors_on(device), set())
-    copy_engine.begin(again.job)
+    again.start(copy_engine)
     copy_engine.fence()
     assert again.ended.wait(20) and again.error is None
 
@@ -195,7 +196,7 @@ def test_ranks_with_different_engines_at_the_same_time():
     copiers = [CpuCopyEngine([]), CpuCopyEngine([0, 0]), CudaCopyEngine(Inline()), CpuCopyEngine([])]
     members = [Taken(tensors, set(), placement, rank) for rank in range(4)]
     for copy_engine, member in zip(copiers, members, strict=True):
-        copy_engine.begin(member.job)
+        member.start(copy_engine)
     for copy_engine, member in zip(copiers, members, strict=True):
         copy_engine.fence()
         assert member.ended.wait(20) and member.error is None
@@ -222,7 +223,7 @@ def test_on_cuda_leaves_on_the_host_are_in_the_snapshot(monkeypatch):
             copy_engine = CudaCopyEngine(Inline())
             taken = Taken(tensors, {"buffer"}, placement, rank)
             before = bytes_in(tensors["buffer"]).tobytes()
-            copy_engine.begin(taken.job)
+            taken.start(copy_engine)
             tensors["buffer"].add_(1)
             copy_engine.fence()
             assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
@@ -260,13 +261,15 @@ def test_zeros_are_written_once_into_a_slot_and_again_after_a_failure(engine):
 
     def begin(error: Exception | None) -> None:
         taken.begin()
-        taken.job.intact = lambda: throw(error)
-        copy_engine.begin(taken.job)
+        if error is not None:
+            taken.landed = lambda copied: throw(error)
+        taken.start(copy_engine)
         copy_engine.fence()
         assert taken.ended.wait(20) and taken.error is error
 
     widest = max(padding, key=lambda run: run.stop - run.start)
     begin(ReftError("torn"))
+    del taken.landed
     taken.slot.data[:] = 0xA5
     begin(None)
     assert not any(taken.slot.data[run].any() for run in padding), "the first snapshot failed, so zeros were due"
@@ -291,8 +294,8 @@ def test_a_failure_in_parity_is_reported_and_the_fence_opens(engine):
         if index == 3:
             raise ReftError("failpoint")
 
-    taken.job.at_parity = at_parity
-    copy_engine.begin(taken.job)
+    taken.at_parity = at_parity
+    taken.start(copy_engine)
     copy_engine.fence()
     assert taken.ended.wait(20) and "failpoint" in str(taken.error)
     assert taken.slot.reread().state is SlotState.WRITING
@@ -305,33 +308,38 @@ def test_a_failure_to_seal_is_reported(engine):
     tensors = tensors_on(device)
     placement = placement_of(TensorIndex(tensors, set()), 3, 1)
     taken = Taken(tensors, set(), placement)
-    taken.job.sealed = lambda digests: throw(OSError("no space left on device"))
-    copy_engine.begin(taken.job)
+    taken.sealed = lambda event: throw(OSError("no space left on device"))
+    taken.start(copy_engine)
     copy_engine.fence()
     assert taken.ended.wait(20) and "no space left" in str(taken.error)
     assert taken.slot.reread().state is SlotState.LANDED
     Taken(tensors, set(), placement).by(copy_engine)
 
 
-def test_a_slot_is_opened_after_all_allocations(engine, monkeypatch):
-    """No engine reports an exception of `begin`.
-
-    A slot opened before it would stay unused for ever.
-    """
+def test_the_fence_opens_when_the_next_event_is_asked_for(engine):
+    """On the CPU nothing may write the state before the caller has dealt with `Copied`."""
     copy_engine, device = engine
-    tensors = tensors_on(device)
-    opened = []
-    taken = Taken(tensors, set()).by(copy_engine)  # plans are made
-    taken.begin()
-    taken.job.open = lambda may_wait: opened.append(may_wait) or taken.slot
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: throw(MemoryError()))
-    try:
-        copy_engine.begin(taken.job)
-    except MemoryError:
-        assert not opened
+    taken = Taken(tensors_on(device), set())
+    events = copy_engine.begin(taken.order, taken.slot).events(taken.slot)
+    copy_engine.hurry()
+    assert isinstance(next(events), Copied)
+    fence = threading.Thread(target=copy_engine.fence, daemon=True)
+    fence.start()
+    if isinstance(copy_engine, CpuCopyEngine):
+        until(lambda: copy_engine._current is None)
+        assert fence.is_alive()
+    events.close()
+    fence.join(20)
+    assert not fence.is_alive()
+
+
+def test_a_copy_that_gets_no_slot_opens_the_fence():
+    copy_engine = CpuCopyEngine([])
+    taken = Taken(tensors_on("cpu"), set())
+    copy_engine.begin(taken.order).drop()
     copy_engine.fence()
-    monkeypatch.undo()
-    assert not opened or taken.ended.wait(20)
+    assert not taken.chunks
+    copy_engine.close()
 
 
 def test_a_leaf_with_gaps_that_spans_chunks_and_shards():
@@ -356,9 +364,9 @@ def test_a_leaf_with_gaps_that_spans_chunks_and_shards():
 def test_slots_with_other_chunks_than_the_placement_are_refused(engine):
     copy_engine, device = engine
     taken = Taken(tensors_on(device), set())
-    taken.job.chunk_bytes = 8192
+    taken.order = replace(taken.order, chunk_bytes=8192)
     with pytest.raises(ReftError, match="chunks of 8192 bytes, the placement of 4096"):
-        copy_engine.begin(taken.job)
+        taken.start(copy_engine)
     Taken(tensors_on(device), set()).by(copy_engine)
 
 
@@ -434,7 +442,7 @@ def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy(
     device = Inline()
     copy_engine = CudaCopyEngine(device)
     taken = Taken(tensors_on("cpu"), set())
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine)
     copy_engine.fence()
     assert taken.ended.wait(20)
     copy_engine.close()
@@ -470,13 +478,13 @@ def test_a_full_device_is_tried_again_only_now_and_then(monkeypatch):
     for _ in range(20):
         tried.append(False)
         with pytest.raises(ReftError, match=r"(?s)no room .* lower REFT_PARITY_SCRATCH_BYTES"):
-            copy_engine.begin(taken.job)
+            taken.start(copy_engine)
         copy_engine.fence()
     assert [mark for mark, has_tried in enumerate(tried) if has_tried] == [0, 1, 2, 4, 8, 16]
     monkeypatch.undo()
     for _ in range(20, 32):
         with pytest.raises(ReftError):
-            copy_engine.begin(taken.job)
+            taken.start(copy_engine)
         copy_engine.fence()
     taken.by(copy_engine)
     copy_engine.close()

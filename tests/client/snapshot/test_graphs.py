@@ -69,9 +69,9 @@ def replay(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def held_up(session: Session) -> Iterator[None]:
-    """Stops the engine's thread; the side stream then only runs if something waits for it."""
+    """Stops the snapshot thread; the side stream then only runs if something waits for it."""
     may_go = threading.Event()
-    session._snapshots.copy_engine.submit(lambda: may_go.wait(20))
+    session._window.snapshots._thread._thread.submit(lambda: may_go.wait(20))
     yield
     may_go.set()
 
@@ -144,7 +144,7 @@ def test_a_capturable_optimizer_that_calls_its_hooks_keeps_the_window_open(attac
     for is_open in (False, True):
         model(torch.ones(2, 4)).sum().backward()
         session.step_end()  # the first mark comes before any call
-        assert session._window_open is is_open
+        assert session._window.snapshots.is_open is is_open
         optimizer.step()
 
 

@@ -35,9 +35,9 @@ def test_all_bytes_are_copied_in_a_gap_that_is_long_enough(engine, f):
     copy_engine, device = engine
     tensors = tensors_on(device)
     taken = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 3, f))
-    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0))
+    taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0)))
     copy_engine.enter(0, Tier.COMPUTE)
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine)
     assert not taken.chunks and not taken.parity, "copied before the gap"
     copy_engine.enter(1, Tier.GAP)
     until(lambda: copy_engine.copy_stats.written() == taken.save_plan.written_bytes)
@@ -53,9 +53,9 @@ def test_bytes_that_fit_into_no_phase_are_copied_at_the_fence(engine):
     tensors = tensors_on(device)
     taken = Taken(tensors, {"buffer"})
     before = {name: bytes_in(tensor).tobytes() for name, tensor in tensors.items()}
-    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)))
     copy_engine.enter(0, Tier.COMPUTE)
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine)
     copy_engine.fence()
     for name in ("large", "medium"):
         tensors[name].zero_()  # as the optimizer does
@@ -73,9 +73,9 @@ def test_an_overrun_goes_through_scratch_memory_until_that_is_full(scratch, monk
     for _ in range(2):  # the second snapshot must not overwrite the first one in the scratch memory
         taken = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 3, 1))
         before = {name: bytes_in(tensor).tobytes() for name, tensor in tensors.items()}
-        taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)))
         with device.watching:
-            copy_engine.begin(taken.job)
+            taken.start(copy_engine)
             copy_engine.fence()
         for tensor in tensors.values():
             tensor.add_(1)
@@ -99,8 +99,8 @@ def test_if_scratch_memory_cannot_be_allocated_the_optimizer_waits(monkeypatch, 
 
     for _ in range(2):
         taken = Taken(tensors, set())
-        taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
-        copy_engine.begin(taken.job)
+        taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)))
+        taken.start(copy_engine)
         monkeypatch.setattr(torch, "empty", full)
         copy_engine.fence()
         monkeypatch.undo()
@@ -117,9 +117,9 @@ def test_everything_is_copied_at_once_if_training_leaves_the_plan_or_waits(engin
         copy_engine.hurry,
     ):
         taken = Taken(tensors_on(device), set())
-        taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)))
         copy_engine.enter(0, Tier.COMPUTE)
-        copy_engine.begin(taken.job)
+        taken.start(copy_engine)
         leave()
         assert taken.ended.wait(20) and taken.error is None, "without a fence"
         copy_engine.fence()
@@ -129,14 +129,14 @@ def test_everything_is_copied_at_once_if_training_leaves_the_plan_or_waits(engin
 def failing(copy_engine, tensors) -> Taken:
     """Begins a snapshot that will fail with its first chunk. It fails in the gap or after it."""
     taken = Taken(tensors, set())
-    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)))
 
     def at_chunk(index: int) -> None:
         raise ReftError("failpoint")
 
-    taken.job.at_chunk = at_chunk
+    taken.at_chunk = at_chunk
     copy_engine.enter(0, Tier.COMPUTE)
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine)
     return taken
 
 
@@ -155,9 +155,7 @@ def test_on_the_cpu_each_thread_copies_at_most_one_task_after_a_gap_ends(cpus, m
     monkeypatch.setattr(cpu_plan, "TASK_BYTES", 2 * 4096)  # two chunks
     copy_engine = CpuCopyEngine(cpus, clock=lambda: 0.0)
     taken = Taken(tensors_on("cpu"), set())
-    taken.job.pacing_plan = pacing_of(
-        (Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)
-    )
+    taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)))
     ended, threads = threading.Event(), len(cpus) or 1
     after: list[int] = []
 
@@ -169,9 +167,9 @@ def test_on_the_cpu_each_thread_copies_at_most_one_task_after_a_gap_ends(cpus, m
             copy_engine.enter(2, Tier.COMPUTE)
             ended.set()
 
-    taken.job.at_chunk = at_chunk
+    taken.at_chunk = at_chunk
     copy_engine.enter(0, Tier.COMPUTE)
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine)
     copy_engine.enter(1, Tier.GAP)
     for _ in range(2):
         until(lambda: ended.is_set() and len(copy_engine._throttle._changed[Priority.IDLE]._waiters) == threads)
@@ -195,10 +193,10 @@ def test_on_the_cpu_idle_threads_copy_in_gaps_and_only_there(cpus):
     ]:
         before = copy_engine.copy_stats.written(tier)
         taken, policies = Taken(tensors_on("cpu"), set()), set()
-        taken.job.pacing_plan = pacing_plan
-        taken.job.at_chunk = lambda _, policies=policies: policies.add(os.sched_getscheduler(0))
+        taken.paced(pacing_plan)
+        taken.at_chunk = lambda _, policies=policies: policies.add(os.sched_getscheduler(0))
         copy_engine.enter(0, Tier.COMPUTE)
-        copy_engine.begin(taken.job)
+        taken.start(copy_engine)
         if tier is Tier.GAP:
             copy_engine.enter(1, tier)
             until(
@@ -235,9 +233,9 @@ def test_without_permission_for_affinity_or_idle_priority_snapshots_still_end(re
     monkeypatch.setattr(os, refused, refuse)
     copy_engine = CpuCopyEngine([0, 0])
     taken = Taken(tensors_on("cpu"), set())
-    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)))
     copy_engine.enter(0, Tier.COMPUTE)
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine)
     copy_engine.enter(1, Tier.GAP)
     assert taken.ended.wait(20) and taken.error is None
     copy_engine.fence()
@@ -248,10 +246,10 @@ def test_without_permission_for_affinity_or_idle_priority_snapshots_still_end(re
 def test_without_idle_threads_the_busy_threads_copy_in_gaps_too():
     copy_engine = CpuCopyEngine([], has_idle=False)
     taken, policies = Taken(tensors_on("cpu"), set()), set()
-    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
-    taken.job.at_chunk = lambda _: policies.add(os.sched_getscheduler(0))
+    taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)))
+    taken.at_chunk = lambda _: policies.add(os.sched_getscheduler(0))
     copy_engine.enter(0, Tier.COMPUTE)
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine)
     copy_engine.enter(1, Tier.GAP)
     until(lambda: copy_engine.copy_stats.written(Tier.GAP) == taken.save_plan.written_bytes)
     copy_engine.fence()
@@ -297,12 +295,10 @@ def test_without_the_fences_wait_a_snapshot_is_torn(mutant):
     tensors = tensors_on("cpu")
     taken = Taken(tensors, set())
     before = bytes_in(tensors["large"]).tobytes()
-    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.paced(pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)))
     copy_engine.enter(0, Tier.COMPUTE)
     hold = threading.Event()
-    # So that the worker, or the first byte, is late.
-    copy_engine.submit(lambda: hold.wait(20) and None)
-    copy_engine.begin(taken.job)
+    taken.start(copy_engine, after=hold)  # so that the first byte, or the wait for the device, is late
     copy_engine.fence()
     tensors["large"].zero_()
     copy_engine.hurry()

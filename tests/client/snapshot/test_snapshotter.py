@@ -12,7 +12,11 @@ import torch
 from torch import nn
 
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
+from reft.client.snapshot.rank_slots import RankSlots
+from reft.client.snapshot.save_planner import SavePlanner
+from reft.client.snapshot.snapshot_thread import SnapshotFacts
 from reft.client.snapshot.snapshotter import Snapshotter
+from reft.client.snapshot.task import SnapshotHistory
 from reft.client.state.host_state import HostState
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import place
@@ -86,9 +90,11 @@ class Rank:
         division = divide({layout.digest: layout}, [layout.digest] * 3)
         self.placement = place(division, range(3), "aec", 1, 4096)
         self.copy_engine, self.reporter = CpuCopyEngine([]), FakeReporter()
+        self.slots = RankSlots(FakeSlots(3, self.placement.rank_placement(0).data_bytes).slots, None, 0)
         self.snapshots = Snapshotter(
-            self.tracked, HostState(self.tracked, state or {}), self.copy_engine, self.reporter, Failpoints(), 0, NEW, base,
-            FakeSlots(3, self.placement.rank_placement(0).data_bytes).slots, None, self.placement, 0,
+            SnapshotFacts(0, NEW, self.placement, 0, Failpoints()), base,
+            SavePlanner(self.tracked, self.placement, 0, self.copy_engine.parity_tiling),
+            HostState(self.tracked, state or {}), self.copy_engine, self.reporter, self.slots, SnapshotHistory(),
         )  # fmt: skip
 
     def step(self) -> None:
@@ -103,13 +109,14 @@ class Rank:
         return self.reporter.answers[step]
 
     def slot(self, step: int) -> SlotMap:
-        return next(slot.map for slot in self.snapshots.slots if slot.map.header.version == Version(NEW, step))
+        return next(slot.map for slot in self.slots._slots if slot.map.header.version == Version(NEW, step))
 
 
 @pytest.fixture
 def rank():
     rank = Rank()
     yield rank
+    rank.snapshots._thread.close()
     rank.copy_engine.close()
 
 
@@ -128,21 +135,21 @@ def test_the_capsule_has_the_inline_leaves_and_the_absent_names(rank):
 
 
 def test_a_predicted_save_plan_is_used(rank):
-    rank.snapshots.expect(rank.leaves)
+    planner = rank.snapshots.planner = SavePlanner(
+        rank.tracked, rank.placement, 0, rank.copy_engine.parity_tiling, rank.leaves
+    )
     rank.step()
     rank.take(1)
-    plan = rank.snapshots._plan.save_plan
-    assert plan.runs is rank.snapshots._predicted_plan.runs and plan.unplanned == plan.absent == ()
-    assert rank.snapshots.bytes_per_snapshot() == plan.written_bytes + sum(
-        plan.leaves[i].nbytes for i in plan.inline_leaves
-    )
+    plan = planner.current().save_plan
+    assert plan.runs is planner._predicted.runs and plan.unplanned == plan.absent == ()
+    assert planner.bytes_per_snapshot() == plan.written_bytes + sum(plan.leaves[i].nbytes for i in plan.inline_leaves)
 
 
 def test_unplanned_leaves_are_logged_and_stored(rank, caplog):
     rank.step()
     rank.take(1)
     rank.model[0].register_buffer("late", torch.randn(4))
-    rank.snapshots.slots[:] = FakeSlots(3, 1 << 20).slots
+    rank.slots._slots[:] = FakeSlots(3, 1 << 20).slots
     with caplog.at_level(logging.WARNING, "reft"):
         assert rank.take(2) == (StepAnswer.SEALED, "")
     assert "attach did not predict 1 leaves, e.g. model.0.0.late. They are lost with their node." in caplog.text
@@ -157,21 +164,23 @@ def test_a_too_large_capsule_voids_the_snapshot_with_a_reason():
     rank = Rank(state={"big": big})
     answer, trouble = rank.take(1)
     assert answer is StepAnswer.VOID and "the capsule has 2" in trouble and "Fix: keep less" in trouble
+    rank.snapshots._thread.close()
     rank.copy_engine.close()
 
 
 def test_a_new_snapshot_of_the_base_step_survives_discard():
     rank = Rank(base=Version(OLD, 7))
     rank.step()
-    base_slot = rank.snapshots.slots[0].map
+    base_slot = rank.slots._slots[0].map
     base_slot.begin(Version(OLD, 7), b"x" * 16, b"", 0)
     base_slot.landed()
     assert rank.take(7) == (StepAnswer.SEALED, "")
     assert base_slot.header.version == Version(OLD, 7), "the base stays until the new version is whole"
     assert rank.take(8) == (StepAnswer.SEALED, "")
     rank.snapshots.discard(8)
-    states = {slot.map.header.version: slot.map.header.state for slot in rank.snapshots.slots}
+    states = {slot.map.header.version: slot.map.header.state for slot in rank.slots._slots}
     assert states[Version(NEW, 7)] is SlotState.SEALED and Version(NEW, 8) not in states
+    rank.snapshots._thread.close()
     rank.copy_engine.close()
 
 
@@ -182,7 +191,7 @@ def test_old_slots_are_not_used_while_larger_ones_are_leased(rank):
         made.wait(20)
         return larger
 
-    rank.snapshots.leases = SimpleNamespace(lease=lease)
+    rank.slots._leases = SimpleNamespace(lease=lease)
     rank.step()
     assert rank.take(1) == (StepAnswer.SEALED, "")
     rank.model[0].register_buffer("late", torch.randn(1 << 10))
@@ -193,8 +202,8 @@ def test_old_slots_are_not_used_while_larger_ones_are_leased(rank):
         "the old slot fits again, but the daemon may free it at any time"
     )
     made.set()
-    rank.snapshots._lease_thread.join(20)
-    assert rank.take(4) == (StepAnswer.SEALED, "") and rank.snapshots.slots is larger
+    rank.slots._thread.join(20)
+    assert rank.take(4) == (StepAnswer.SEALED, "") and rank.slots._slots is larger
 
 
 def test_a_failed_lease_of_larger_slots_is_logged_and_tried_again(rank, caplog):
@@ -204,19 +213,19 @@ def test_a_failed_lease_of_larger_slots_is_logged_and_tried_again(rank, caplog):
         refused.release()
         raise NoRoom("the arena is full.")
 
-    rank.snapshots.leases = SimpleNamespace(lease=lease)
+    rank.slots._leases = SimpleNamespace(lease=lease)
     rank.step()
     rank.model[0].register_buffer("late", torch.randn(1 << 20))
     with caplog.at_level(logging.WARNING, "reft"):
         assert rank.take(1)[0] is StepAnswer.VOID
-        rank.snapshots._lease_thread.join(20)
+        rank.slots._thread.join(20)
     assert "rank 0 gets no slots for its new layout: the arena is full." in caplog.text
     assert rank.take(2)[0] is StepAnswer.VOID
-    rank.snapshots._lease_thread.join(20)
+    rank.slots._thread.join(20)
     assert refused.acquire(timeout=20) and refused.acquire(timeout=20)
-    rank.snapshots.leases = SimpleNamespace(lease=lambda *sizes: FakeSlots(3, 8 << 20).slots)
+    rank.slots._leases = SimpleNamespace(lease=lambda *sizes: FakeSlots(3, 8 << 20).slots)
     assert rank.take(3)[0] is StepAnswer.VOID
-    rank.snapshots._lease_thread.join(20)
+    rank.slots._thread.join(20)
     assert rank.take(4) == (StepAnswer.SEALED, "")
 
 
@@ -228,8 +237,10 @@ def test_a_slot_whose_header_could_not_be_written_is_reported_and_used_again(ran
     broken.setattr(SlotMap, method, lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING, "reft"):
         assert [rank.take(step) for step in (1, 2, 3, 4)] == [(StepAnswer.VOID, "division by zero")] * 4
-    assert caplog.messages == ["rank 0 skips snapshots: division by zero Training goes on."]
-    rank.snapshots._note_trouble("the slot is full.\nFix: slots=4")
+    (logged,) = caplog.messages
+    assert logged.startswith("rank 0 skips snapshots: division by zero Training goes on. (step 1: OPENING +0.0 ms, ")
+    assert logged.endswith(" ms)") and "VOID" in logged
+    rank.snapshots._thread._note_trouble("the slot is full.\nFix: slots=4")
     assert caplog.messages[-1] == "rank 0 skips snapshots: the slot is full. Training goes on.\nFix: slots=4"
     broken.undo()
     assert [rank.take(step) for step in (5, 6, 7)] == [(StepAnswer.SEALED, "")] * 3
@@ -247,13 +258,14 @@ def test_an_object_whose_state_dict_raises_skips_the_snapshot_only(caplog):
     assert "Training goes on" in caplog.text
     loader.state_dict = lambda: {"at": 3}
     assert rank.take(3) == (StepAnswer.SEALED, "")
+    rank.snapshots._thread.close()
     rank.copy_engine.close()
 
 
 def test_memory_that_a_restarted_daemon_refuses_is_logged(rank, caplog):
     rank.reporter.slots_missing = True
-    rank.snapshots.slots[0].descriptor = 7
-    rank.snapshots.leases = SimpleNamespace(give_back=lambda kept: 1 / 0)
+    rank.slots._slots[0].descriptor = 7
+    rank.slots._leases = SimpleNamespace(give_back=lambda kept: 1 / 0)
     rank.step()
     with caplog.at_level(logging.WARNING, "reft"):
         rank.take(1)
@@ -263,7 +275,7 @@ def test_memory_that_a_restarted_daemon_refuses_is_logged(rank, caplog):
 def test_waiting_for_a_step_returns_memory_to_a_restarted_daemon(rank):
     returned = []
     rank.reporter.slots_missing = True
-    rank.snapshots.slots[0].descriptor = 7
-    rank.snapshots.leases = SimpleNamespace(give_back=returned.append)
+    rank.slots._slots[0].descriptor = 7
+    rank.slots._leases = SimpleNamespace(give_back=returned.append)
     assert rank.snapshots.wait(1, 20)
     assert [slot.index for slots in returned for slot in slots] == [0] and not rank.reporter.slots_missing

@@ -87,7 +87,7 @@ def test_counters_of_thousands_of_parameters_are_restored(attach):
             parameter.grad = torch.ones(1)
         optimizer.step()
     assert session.seal(timeout=20).step == 3
-    assert 4000 * 220 < len(serialization.encode(session._snapshots.host.capture(3))) < CAPSULE_MAX
+    assert 4000 * 220 < len(serialization.encode(session._window.snapshots.host.capture(3))) < CAPSULE_MAX
     other, another = make()
     assert attach(other, another).step == 3 and state_bytes(other, another) == state_bytes(model, optimizer)
     counts = [[each.state[p]["step"] for p in each.param_groups[0]["params"]] for each in (optimizer, another)]

@@ -1,0 +1,153 @@
+"""The hooks on the optimizers: they close the window, and count steps in loops without marks.
+
+    pre-hook of each optimizer      the window closes: the optimizer is about to write the state
+    post-hook of the last one       without marks: the mark
+    any optimizer of the process    `reft.client.schedule.foreign_optimizers`
+
+They run inside the user's optimizer step, in any grad mode.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from reft.client.schedule.foreign_optimizers import ForeignOptimizerGuard
+from reft.client.schedule.snapshot_window import SnapshotWindow, Stepping
+from reft.client.schedule.step_counting import CallCounting, MarkCounting, ResumedCounting
+from reft.client.state.tracked_objects import required_extractor
+
+log = logging.getLogger("reft")
+# After so many calls of the optimizer without a mark, in a job that was marked, the log says that
+# no snapshots are taken.
+CALLS_WITHOUT_MARK = 1000
+
+
+class OptimizerHooks:
+    """The hooks of one session; see the module.
+
+    Args:
+        optimizers: the passed optimizers; the last one ends a step in a loop without marks.
+        window: closed before a step, and marked after one.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], window: SnapshotWindow) -> None:
+        self._window = window
+        self._pid = os.getpid()
+        if any(group.get("capturable") for each in optimizers for group in getattr(each, "param_groups", ())):
+            window.stepping = Stepping.UNSEEN
+        self._removables = []
+        for index, optimizer in enumerate(optimizers):
+            after = self._after_last if optimizer is optimizers[-1] else _nothing
+            self._removables += required_extractor(optimizer).hook(optimizer, partial(self._before, index), after)
+        self._foreign: ForeignOptimizerGuard | None = None
+        if window.snapshots is not None:
+            self._foreign = ForeignOptimizerGuard(optimizers, self._holds, self._before_foreign)
+
+    def mark(self) -> None:
+        """Marks the end of an iteration."""
+        reason = ""
+        if self._foreign is not None and self._window.stepping is Stepping.CALLED:
+            reason = self._foreign.mark(isinstance(self._window.counting, CallCounting), self._window.modules())
+        self._window.mark(reason)
+
+    def remove(self) -> None:
+        """Takes all hooks off."""
+        for each in self._removables:
+            each.remove()
+        if self._foreign is not None:
+            self._foreign.remove()
+
+    def _before(self, index: int) -> None:
+        window = self._window
+        if os.getpid() != self._pid:
+            return
+        if self._is_capturing():
+            self._on_captured_step()
+            return
+        if window.stepping is Stepping.UNSEEN:
+            window.stepping = Stepping.CALLED
+        if self._foreign is not None:
+            self._foreign.own_step(index)
+        window.written_step = window.step
+        window.close()
+
+    def _holds(self, parameter: int) -> bool:
+        return self._window.snapshots is not None and self._window.snapshots.host.holds(parameter)
+
+    def _before_foreign(self, trouble: str) -> None:
+        if os.getpid() != self._pid or self._is_capturing():
+            return
+        # With marks, the next mark reports the same trouble.
+        if trouble and type(self._window.counting) is not MarkCounting:
+            log.warning("no step is counted: %s", trouble)
+        self._window.written_step = self._window.step
+        self._window.close()
+
+    def _is_capturing(self) -> bool:
+        return self._window.snapshots is not None and self._window.snapshots.engine.is_capturing()
+
+    def _on_captured_step(self) -> None:
+        """Notes that this call of the optimizer is captured in a CUDA graph.
+
+        The call trains nothing. The replays of the graph will train, and call no hook. A snapshot
+        in progress is given up: the version counters (`TensorIndex.versions`) count the call as a
+        write, although it writes nothing yet.
+        """
+        assert self._window.snapshots is not None
+        if self._window.stepping is not Stepping.REPLAYED:
+            log.warning(
+                "rank %d: the optimizer's step is captured in a CUDA graph, and replays of the graph call no hook. Mark each "
+                "step with session.step_end(); the device waits there until the state is copied.",
+                self._window.snapshots.facts.rank,
+            )
+        self._window.stepping = Stepping.REPLAYED
+
+    def _after_last(self, optimizer: object, *_: object) -> None:
+        if os.getpid() != self._pid or self._is_capturing() or _was_skipped(optimizer):
+            return
+        window, counting = self._window, self._window.counting
+        if isinstance(counting, ResumedCounting) and counting.count() == CALLS_WITHOUT_MARK:
+            log.warning(
+                "%d calls of the optimizer without a mark: no snapshot is taken, because the restored step was marked. Mark "
+                "steps with session.step_end(), or start under another job name.",
+                CALLS_WITHOUT_MARK,
+            )
+        elif not isinstance(counting, CallCounting):
+            return
+        elif counting.count():
+            if window.step == counting.start + 1:
+                self._warn_unmarked()
+            self.mark()
+        else:
+            window.step += 1
+            if self._foreign is not None:
+                self._foreign.first_call()
+
+    def _warn_unmarked(self) -> None:
+        """Warns once that without marks a restart restores some objects one step behind."""
+        if names := self._window.state_names():
+            log.warning(
+                "no step is marked: a snapshot holds %s as they are when optimizer.step returns. A scheduler, scaler or average "
+                "that the loop updates after that comes back one step behind. Mark steps with session.step_end() or "
+                "session.steps().",
+                ", ".join(names),
+            )
+
+
+def _nothing(*_: object) -> None:
+    """Does nothing: the post-hook of all optimizers but the last."""
+
+
+def _was_skipped(optimizer: object) -> bool:
+    """Decides whether a fused step was skipped because of infinite gradients.
+
+    False for a tensor on a device: to read such a tensor would wait for the device.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and found_inf.device.type == "cpu" and bool(found_inf)

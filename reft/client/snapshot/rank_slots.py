@@ -1,0 +1,129 @@
+"""The slots that one rank writes: which one is next, and larger ones when the state grows.
+
+    all fit ──► choose: the reuse rule (core/commit/slots.py), if nobody writes the slot ──► open
+    else    ──► a thread leases larger slots; no snapshot until they are there
+
+The trainer's thread calls `prepare`; the thread that writes the slot calls `open` and `closed`. No
+call waits for another process, but `give_back`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from reft.client.link.slots import MappedSlot, SlotLeases
+from reft.client.snapshot.save_plan import SavePlan
+from reft.core.commit.slots import choose_slot
+from reft.core.commit.version import Epoch, Version
+
+log = logging.getLogger("reft")
+
+
+class RankSlots:
+    """The slots of one rank; see the module.
+
+    Args:
+        slots: the slots that attach has leased.
+        leases: leases larger ones.
+        rank: named in the log.
+    """
+
+    def __init__(self, slots: list[MappedSlot], leases: SlotLeases, rank: int) -> None:
+        self._slots = slots
+        self._leases = leases
+        self._rank = rank
+        self._being_written: set[int] = set()  # indexes
+        self._thread: threading.Thread | None = None  # leases larger slots
+        self._larger: list[MappedSlot] | None = None
+        # They stay mapped: the copy engine may hold views of them until the process ends.
+        self._earlier: list[MappedSlot] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk, the same in each slot."""
+        return self._slots[0].map.header.geometry.chunk_bytes
+
+    def prepare(self, plan: SavePlan) -> bool:
+        """Tells whether the slots are large enough; if not, leases larger ones in a thread."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            if self._larger is not None:
+                self._earlier += self._slots
+                self._slots, self._larger = self._larger, None
+        if self._thread is not None:
+            # Even if the old slots fit: the daemon frees them once larger ones are made.
+            return False
+        if self._fits(plan):
+            return True
+        self._thread = threading.Thread(target=self._lease, args=(plan,), name="reft-lease", daemon=True)
+        self._thread.start()
+        return False
+
+    def _fits(self, plan: SavePlan) -> bool:
+        geometries = [slot.map.header.geometry for slot in self._slots]
+        return bool(geometries) and all(
+            each.data_capacity >= plan.data_bytes and each.table_capacity >= len(plan.table) for each in geometries
+        )
+
+    def _lease(self, plan: SavePlan) -> None:
+        try:
+            self._larger = self._leases.lease(plan.data_bytes, len(plan.table))
+        except Exception as error:
+            # If it is not this thread, the session was closed meanwhile.
+            if self._thread is threading.current_thread():
+                log.warning("rank %d gets no slots for its new layout: %s", self._rank, error)
+
+    def choose(self, whole: Version | None, is_void: Callable[[Version], bool]) -> MappedSlot | None:
+        """Returns the slot to write next; None if none may be written now.
+
+        Args:
+            whole: the newest version that this rank knows to be whole.
+            is_void: decides whether a version is known never to become whole.
+        """
+        views = [slot.view() for slot in self._slots if slot.index not in self._being_written]
+        voids = [view.version for view in views if view.version is not None and is_void(view.version)]
+        chosen = choose_slot(views, whole, voids)
+        return None if chosen is None else self._slots[chosen.index]
+
+    def open(self, slot: MappedSlot, version: Version, plan: SavePlan) -> None:
+        """Makes a slot WRITING; nobody else gets the slot until `closed`."""
+        slot.map.begin(version, plan.digest, plan.table, plan.data_bytes)
+        self._being_written.add(slot.index)
+
+    def closed(self, slot: MappedSlot) -> None:
+        """Notes that nobody writes the slot any more."""
+        self._being_written.discard(slot.index)
+
+    def empty(self, epoch: Epoch, after: int) -> None:
+        """Empties the slots with a version of this epoch that is newer than step `after`."""
+        for slot in self._slots:
+            version = slot.map.header.version
+            if version is not None and version.epoch == epoch and version.step > after:
+                slot.map.empty()
+
+    def give_back(self) -> None:
+        """Passes memfds to a restarted daemon, which does not have them any more.
+
+        Raises:
+            Exception: the daemon does not take them.
+        """
+        if memfd_slots := [slot for slot in self._slots if slot.descriptor >= 0]:
+            self._leases.give_back(memfd_slots)
+
+    def daemon_whole(self) -> Version | None:
+        """Returns the newest version that the daemon knows to be whole; see `SlotLeases.whole`."""
+        return self._leases.whole()
+
+    def forget_lease(self) -> None:
+        """Ignores slots that are still being made, because the session ends."""
+        self._thread = None
+
+    def unmap(self) -> None:
+        """Closes the slots. The daemon keeps them."""
+        for slot in (*self._slots, *self._earlier, *(self._larger or ())):
+            slot.close()

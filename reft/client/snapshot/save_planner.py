@@ -1,0 +1,80 @@
+"""Keeps the save plan of the leaves that exist now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from reft.client.snapshot.save_plan import ParityTiling, SavePlan, plan_save
+from reft.client.state.tensors import TensorIndex
+from reft.client.state.tracked_objects import TrackedObjects
+from reft.core.coding.placement import Placement
+from reft.core.layout.layout import Leaf
+
+log = logging.getLogger("reft")
+
+
+class CurrentPlan(NamedTuple):
+    """The leaves that exist now, and the save plan for them."""
+
+    tensor_index: TensorIndex
+    save_plan: SavePlan
+
+
+class SavePlanner:
+    """Makes a save plan whenever other leaves exist.
+
+    Args:
+        tracked: the objects whose leaves are saved.
+        placement: where the bytes of this epoch lie; it stays the same when leaves come and go.
+        rank: the rank that writes.
+        tiling: the sizes of parity columns that suit the engine.
+        predicted: the leaves that attach predicts. Their plan is made here, before the first mark.
+    """
+
+    def __init__(
+        self,
+        tracked: TrackedObjects,
+        placement: Placement,
+        rank: int,
+        tiling: ParityTiling,
+        predicted: Sequence[Leaf] | None = None,
+    ) -> None:
+        self.tracked = tracked
+        self._placement = placement
+        self._rank = rank
+        self._tiling = tiling
+        self._predicted = None if predicted is None else plan_save(placement, rank, predicted, {}, tiling)
+        self._current: CurrentPlan | None = None
+
+    def current(self) -> CurrentPlan:
+        """Returns the plan for the leaves that exist now; reuses the one before if possible."""
+        if self._current is not None and self._current.tensor_index.is_current():
+            return self._current
+        previous = self._current.save_plan if self._current else self._predicted
+        tensor_index = self.tracked.bind()
+        leaves = tensor_index.leaves()
+        reused = previous.with_tensors(leaves, tensor_index.tensors) if previous else None
+        save_plan = reused or plan_save(self._placement, self._rank, leaves, tensor_index.tensors, self._tiling)
+        self._current = CurrentPlan(tensor_index, save_plan)
+        if self._placement.lanes and save_plan.unplanned != (previous.unplanned if previous else ()):
+            log.warning(
+                "rank %d: attach did not predict %d leaves, e.g. %s. They are lost with their node.",
+                self._rank,
+                len(save_plan.unplanned),
+                ", ".join(save_plan.unplanned[:3]),
+            )
+        return self._current
+
+    def bytes_per_snapshot(self) -> int:
+        """Returns the bytes that one snapshot writes: live bytes, parity, and inline leaves."""
+        if self._current is None:
+            return 0
+        save_plan = self._current.save_plan
+        return save_plan.written_bytes + sum(save_plan.leaves[i].nbytes for i in save_plan.inline_leaves)
+
+    @property
+    def unplanned_leaves(self) -> tuple[str, ...]:
+        """Leaves of the last snapshot that attach did not predict: only this rank has them."""
+        return self._current.save_plan.unplanned if self._current and self._placement.lanes else ()

@@ -1,0 +1,248 @@
+"""The thread that brings one snapshot after the other from OPENING to SEALED or VOID.
+
+    trainer's thread         snapshot thread                              engine
+    handover ─► (queue) ─►   slot by the reuse rule ─► COPYING ─────────► copies
+                             state unwritten? ─► capsule ─► LANDED ◄───── Copied
+                             header ─► SEALED ─► report ◄──────────────── Digested
+    void, memory ─► (queue)
+
+All work lies in one queue with one consumer, so a step's answer never overtakes that of an earlier
+step. The queue holds at most one handover: the next mark comes after the fence, and the fence of
+the CPU engine opens when the bytes are copied. On CUDA the device's queue bounds the marks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from reft.client.link.reports import Reporter
+from reft.client.link.slots import MappedSlot
+from reft.client.memory.threads import TaskThread
+from reft.client.snapshot.engine import Copied, Digested, RunningCopy
+from reft.client.snapshot.rank_slots import RankSlots
+from reft.client.snapshot.replica_check import mismatch
+from reft.client.snapshot.round_view import RoundView
+from reft.client.snapshot.save_plan import SavePlan
+from reft.client.snapshot.task import SnapshotHistory, SnapshotTask
+from reft.client.snapshot.write_guard import WriteGuard
+from reft.client.state import serialization
+from reft.client.state.host_state import HostState
+from reft.core.coding.placement import Placement
+from reft.core.commit.round import StepAnswer
+from reft.core.commit.version import Epoch, Version
+from reft.core.membership.log_debounce import TroubleLog
+from reft.errors import ReftError
+from reft.failpoints import Failpoints
+
+log = logging.getLogger("reft")
+
+
+@dataclass(frozen=True)
+class SnapshotFacts:
+    """What stays the same for all snapshots of one attach.
+
+    Attributes:
+        rank: this rank.
+        epoch: the epoch of this attach.
+        placement: where the bytes of this epoch lie.
+        compares_all_until: up to this step, ranks compare all bytes of their cells; later only a
+            window of each.
+        failpoints: faults to inject.
+    """
+
+    rank: int
+    epoch: Epoch
+    placement: Placement
+    compares_all_until: int
+    failpoints: Failpoints
+
+    def at(self, step: int) -> dict[str, int]:
+        """Returns the facts of a step that a failpoint may ask for."""
+        return {"rank": self.rank, "step": step, "epoch": self.epoch.counter}
+
+
+@dataclass(frozen=True)
+class Handover:
+    """A snapshot whose copy has begun, for the snapshot thread.
+
+    Attributes:
+        task: the snapshot.
+        copy: its copy, as the engine began it.
+        save_plan: what it writes.
+        tree: the host state at the mark.
+        guard: detects writes in the window.
+        slot: the slot, already WRITING; None if this thread shall open one.
+        is_fenced: set at the fence: no slot that frees up later is of use.
+    """
+
+    task: SnapshotTask
+    copy: RunningCopy
+    save_plan: SavePlan
+    tree: Mapping[str, Any]
+    guard: WriteGuard
+    slot: MappedSlot | None
+    is_fenced: threading.Event = field(default_factory=threading.Event)
+
+
+class SnapshotThread:
+    """The snapshot thread of one rank; see the module.
+
+    Args:
+        facts: see the class.
+        host: completes the host state of a handover.
+        slots: the slots to write.
+        reporter: tells the daemon each answer.
+        round_view: says which slots are free.
+        history: sums up the tasks.
+        cpu: the CPU to run on; None leaves the choice to the scheduler.
+    """
+
+    def __init__(
+        self,
+        facts: SnapshotFacts,
+        host: HostState,
+        slots: RankSlots,
+        reporter: Reporter,
+        round_view: RoundView,
+        history: SnapshotHistory,
+        cpu: int | None,
+    ) -> None:
+        self._facts = facts
+        self._host = host
+        self._slots = slots
+        self._reporter = reporter
+        self._round = round_view
+        self._history = history
+        self._trouble_log = TroubleLog()
+        self._thread = TaskThread("reft-copier", cpu)
+
+    def take(self, handover: Handover) -> None:
+        """Brings a snapshot to its end."""
+        self._thread.submit(lambda: self._run(handover))
+
+    def void(self, task: SnapshotTask, reason: str) -> None:
+        """Ends a task without a snapshot, and reports the step as void, after earlier ones."""
+        task.void(time.perf_counter(), reason)
+        self._history.ended(task)
+        self._note_trouble(reason, task)
+        self._thread.submit(lambda: self._reporter.answer(task.step, StepAnswer.VOID, reason))
+
+    def give_back(self) -> None:
+        """Passes memory to a restarted daemon, before the next snapshot."""
+        self._thread.submit(self.give_back_now)
+
+    def give_back_now(self) -> None:
+        """Does so in the calling thread: the snapshot thread may wait for a slot of this memory."""
+        try:
+            self._slots.give_back()
+        except Exception as error:
+            self._note_trouble(f"the daemon was restarted, and could not be given the memory of its slots: {error}")
+
+    def idle(self) -> Future[None]:
+        """Returns a future that is done once all work of before is done."""
+        return self._thread.submit(lambda: None)
+
+    def close(self) -> None:
+        """Ends the thread after its last work."""
+        self._thread.close()
+
+    def _free_slot(self) -> MappedSlot | None:
+        """Returns the slot to write next, by the reuse rule; None if there is none now."""
+        return self._slots.choose(self._round.whole, self._round.voids)
+
+    def _run(self, handover: Handover) -> None:
+        task, slot = handover.task, handover.slot
+        try:
+            slot = slot or self._open(handover)
+            task.copying(time.perf_counter(), slot.index)
+            cell_digests: Mapping[int, int] = {}
+            with closing(handover.copy.events(slot.map)) as events:
+                for event in events:
+                    if isinstance(event, Copied):
+                        cell_digests = event.cell_digests
+                        self._land(handover, slot, event)
+                    else:
+                        self._seal(task, slot, event, cell_digests)
+        except Exception as error:
+            # A failed snapshot must never end training.
+            handover.copy.drop()
+            if task.is_over:
+                self._note_trouble(str(error), task)
+            else:
+                self.void(task, str(error))
+        finally:
+            if slot is not None:
+                self._slots.closed(slot)
+
+    def _open(self, handover: Handover) -> MappedSlot:
+        """Opens a slot once the round's outcome frees one; until the fence at the latest.
+
+        Raises:
+            ReftError: no slot may be reused.
+        """
+        slot = self._reporter.wait_for(lambda: self._free_slot() or handover.is_fenced.is_set())
+        return self._opened(None if isinstance(slot, bool) else slot, handover.task.step, handover.save_plan)
+
+    def open(self, step: int, save_plan: SavePlan) -> MappedSlot:
+        """Returns a slot for `step`, in the state WRITING.
+
+        Raises:
+            ReftError: no slot may be reused now.
+        """
+        return self._opened(self._free_slot(), step, save_plan)
+
+    def _opened(self, slot: MappedSlot | None, step: int, save_plan: SavePlan) -> MappedSlot:
+        self._facts.failpoints.hit("snapshot.begin", **self._facts.at(step))
+        if slot is None:
+            raise ReftError("all slots are in use: the daemons have not agreed yet that a newer step is whole.")
+        self._slots.open(slot, Version(self._facts.epoch, step), save_plan)
+        return slot
+
+    def _land(self, handover: Handover, slot: MappedSlot, copied: Copied) -> None:
+        """Checks that nothing wrote the state, and makes the slot LANDED, with its capsule.
+
+        Raises:
+            ReftError: the state was written, or the capsule is too large.
+        """
+        facts = self._facts.at(handover.task.step)
+        self._facts.failpoints.hit("snapshot.landing", **facts)
+        handover.guard.check()
+        # The tree is a copy, so this thread can encode it: at the mark that would take a third
+        # longer.
+        capsule = self._host.complete(handover.tree) | {
+            "riders": dict(copied.inline_leaves),
+            "absent": list(handover.save_plan.absent),
+            "compared": dict(copied.cell_digests),
+        }
+        slot.map.put_capsule(serialization.encode(capsule))
+        slot.map.landed()
+        handover.task.landed(time.perf_counter())
+        self._facts.failpoints.hit("snapshot.landed", **facts)
+
+    def _seal(self, task: SnapshotTask, slot: MappedSlot, event: Digested, cell_digests: Mapping[int, int]) -> None:
+        slot.map.sealed(event.digests)
+        self._slots.closed(slot)
+        self._facts.failpoints.hit("snapshot.sealed", **self._facts.at(task.step))
+        task.sealed(time.perf_counter())
+        self._history.ended(task)
+        trouble = mismatch(self._facts.placement.division, self._reporter.mismatched)
+        self._note_trouble(trouble, task)
+        self._reporter.answer(task.step, StepAnswer.SEALED, trouble, cell_digests)
+
+    def _note_trouble(self, reason: str, task: SnapshotTask | None = None) -> None:
+        """Logs when snapshots begin to fail, fail for another reason, or work again ("")."""
+        if not self._trouble_log.heard(reason, time.monotonic()):
+            return
+        if not reason:
+            log.warning("rank %d takes snapshots again.", self._facts.rank)
+            return
+        what, fix, remedy = reason.partition("\nFix: ")
+        story = f" ({task.story()})" if task else ""
+        log.warning("rank %d skips snapshots: %s Training goes on.%s%s%s", self._facts.rank, what, story, fix, remedy)

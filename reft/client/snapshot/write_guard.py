@@ -1,0 +1,47 @@
+"""Detects that the state was written between the mark and the fence."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from reft.client.state.tensors import TensorIndex
+from reft.errors import ReftError
+
+
+class WriteGuard:
+    """Compares torch's version counters with their values at the mark.
+
+    The counters must be read before the optimizer changes them. The fence and the snapshot thread
+    both call `close`; the first call counts. This is a net, not a proof: fused kernels and `.data`
+    don't count versions.
+
+    Args:
+        tensor_index: the leaves. Staged leaves may be written in the window.
+    """
+
+    def __init__(self, tensor_index: TensorIndex) -> None:
+        self._tensor_index = tensor_index
+        self._at_mark = tensor_index.versions()
+        self._at_fence: Sequence[int] | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Reads the counters, if no other thread has done so."""
+        with self._lock:
+            if self._at_fence is None:
+                self._at_fence = self._tensor_index.versions()
+
+    def check(self) -> None:
+        """Closes the guard.
+
+        Raises:
+            ReftError: a leaf was written in place since the mark.
+        """
+        self.close()
+        assert self._at_fence is not None
+        if self._at_fence == self._at_mark:
+            return
+        for name, before, after in zip(self._tensor_index.tensors, self._at_mark, self._at_fence, strict=True):
+            if before != after and name not in self._tensor_index.staged:
+                raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
