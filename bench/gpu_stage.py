@@ -56,9 +56,10 @@ from bench.common import Block, Shape, median, quantile, table  # noqa: E402
 from bench.options import output  # noqa: E402
 from bench.result import Row  # noqa: E402
 from reft.client.memory import xor  # noqa: E402
+from reft.client.memory.threads import TaskThread  # noqa: E402
 from reft.client.schedule.iteration_profile import IterationProfiler  # noqa: E402
 from reft.client.snapshot.cpu_engine import CpuCopyEngine  # noqa: E402
-from reft.client.snapshot.engine import Copied, CopyOrder, RunningCopy  # noqa: E402
+from reft.client.snapshot.engine import CopiedEvent, CopyOrder, RunningCopy  # noqa: E402
 from reft.client.snapshot.save_plan import SavePlan, plan_save  # noqa: E402
 from reft.client.state.tensors import TensorIndex  # noqa: E402
 from reft.core.coding.placement import place  # noqa: E402
@@ -270,7 +271,7 @@ class Snapshotting:
         """Brings the slot to SEALED; runs in the snapshot thread."""
         try:
             for event in copy.events(slot):
-                if isinstance(event, Copied):
+                if isinstance(event, CopiedEvent):
                     slot.put_capsule(b"")
                     slot.landed()
                 else:

@@ -112,7 +112,8 @@ class Session:
         The snapshot may read the state until the next optimizer step.
         """
         self._check_process()
-        self.begin_marking()
+        if not self._window.is_marked:
+            self.begin_marking()
         self._hooks.mark()
 
     def begin_marking(self) -> None:

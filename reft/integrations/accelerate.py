@@ -21,7 +21,7 @@ from typing import Any
 
 import reft
 from reft.client.session import Session
-from reft.client.state.host_state import capture_random, restore_random
+from reft.client.state import random_state
 from reft.console import say
 from reft.integrations.checks import Tested, inner_optimizer
 
@@ -62,7 +62,7 @@ class Batches:
         With several processes, Accelerate gives the sampler a generator of its own.
         """
         own = getattr(self._loader, "synchronized_generator", None)
-        return {"shared": capture_random(), "own": None if own is None else own.get_state()}
+        return {"shared": random_state.capture(), "own": None if own is None else own.get_state()}
 
     def _begin(self, epoch: int) -> Iterator[Any]:
         self._at_epoch_begin = self._capture()
@@ -72,13 +72,13 @@ class Batches:
         """Returns an iterator from within the epoch, with the generators as without skipping."""
         from accelerate import skip_first_batches
 
-        current = capture_random()
-        restore_random(self._at_epoch_begin["shared"])
+        current = random_state.capture()
+        random_state.restore(self._at_epoch_begin["shared"])
         if self._at_epoch_begin["own"] is not None:
             self._loader.synchronized_generator.set_state(self._at_epoch_begin["own"])
         iterator = self._iterate(skip_first_batches(self._loader, self.batch), self.epoch)
         first = next(iterator, None)  # this draws the order of samples
-        restore_random(current)
+        random_state.restore(current)
 
         def rest() -> Iterator[Any]:
             if first is not None:

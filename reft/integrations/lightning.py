@@ -25,7 +25,7 @@ from torch import nn
 
 import reft
 from reft.client.session import Session
-from reft.client.state.host_state import capture_random, restore_random
+from reft.client.state import random_state
 from reft.console import say
 from reft.errors import UnsupportedState
 from reft.integrations.checks import Tested, refuse_own, this_process
@@ -46,7 +46,7 @@ class Position:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.before_iter = capture_random()
+        self.before_iter = random_state.capture()
         self.is_held = self._stops = False
         self._metrics: dict[str, torch.Tensor] = {}
         self.note()
@@ -132,7 +132,7 @@ class _Fit:
             trainer.strategy.optimizers,
             **{**options, "state": state | options.get("state", {})},
         )
-        self._random = capture_random() if self._position.is_held else None
+        self._random = random_state.capture() if self._position.is_held else None
         self._stepped = trainer.global_step
         self._originals = (
             self._loop.setup_data,
@@ -153,8 +153,8 @@ class _Fit:
         """Replaces the fit loop's setup_data, which makes the first epoch's iterator."""
         if self._loop._combined_loader is None:
             if self._random is not None:
-                restore_random(self._position.before_iter)
-            self._position.before_iter = capture_random()
+                random_state.restore(self._position.before_iter)
+            self._position.before_iter = random_state.capture()
         self._originals[0]()
 
     def _epoch_starts(self, data_fetcher: Any) -> None:
@@ -166,7 +166,7 @@ class _Fit:
             random, self._random = self._random, None
             self._move_loader(data_fetcher, random)
         elif self._trainer.current_epoch > 0 and not (self._loop.is_resuming or self._loop.epoch_loop.restarting):
-            self._position.before_iter = capture_random()
+            self._position.before_iter = random_state.capture()
         self._originals[1](data_fetcher)
 
     def _move_loader(self, data_fetcher: Any, random: Mapping[str, Any]) -> None:
@@ -181,13 +181,13 @@ class _Fit:
             if self._trainer.current_epoch > 0:
                 # setup_data has drawn an order as for a first epoch. A new epoch draws from the
                 # generators of the mark.
-                restore_random(self._position.before_iter if trained_batches else random)
-                self._position.before_iter = capture_random()
+                random_state.restore(self._position.before_iter if trained_batches else random)
+                self._position.before_iter = random_state.capture()
                 iter(data_fetcher)
             for _ in range(trained_batches):
                 next(data_fetcher.iterator, None)
         if trained_batches:
-            restore_random(random)
+            random_state.restore(random)
         else:
             self._loop.restarting = False  # the epoch begins with its first batch
 

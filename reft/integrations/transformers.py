@@ -26,7 +26,7 @@ from torch import nn
 
 import reft
 from reft.client.session import Session
-from reft.client.state.host_state import capture_random, restore_random
+from reft.client.state import random_state
 from reft.console import say
 from reft.errors import ConfigError, UnsupportedState
 from reft.integrations.checks import Tested, inner_optimizer, refuse_own, this_process
@@ -71,7 +71,7 @@ class Position:
         self.updates = 0  # optimizer steps completed in this epoch
         self.has_ended = False  # the mark is the one at the end of the epoch
         self.stops = False
-        self.at_epoch_begin: dict[str, Any] = capture_random()
+        self.at_epoch_begin: dict[str, Any] = random_state.capture()
 
     def begin(self, epoch: int, updates: int) -> None:
         """Notes the beginning of an epoch, just before its order of samples is drawn.
@@ -81,7 +81,7 @@ class Position:
             updates: completed optimizer steps, if the epoch continues from a checkpoint; else 0.
         """
         self.epoch, self.updates, self.has_ended = epoch, updates, False
-        self.at_epoch_begin = capture_random()
+        self.at_epoch_begin = random_state.capture()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values only."""
@@ -151,7 +151,7 @@ class _Run:
         self.session: Session = reft.attach(
             trainer.model_wrapped, inner_optimizer(trainer.optimizer), **{**options, "state": state}
         )
-        self._random = None if self.session.restored_from is None else capture_random()
+        self._random = None if self.session.restored_from is None else random_state.capture()
         self._resumes = self._random is not None
         self._marked = trainer.state.global_step
         self._run_epoch, self._load_rng_state = trainer._run_epoch, trainer._load_rng_state
@@ -183,7 +183,7 @@ class _Run:
             all_updates = arguments["num_update_steps_per_epoch"]
             updates = all_updates if self._position.has_ended else self._position.updates
             self._trainer.control.should_training_stop |= self._position.stops
-            restore_random(self._position.at_epoch_begin)
+            random_state.restore(self._position.at_epoch_begin)
             arguments |= {
                 "epochs_trained": epoch,
                 "resume_from_checkpoint": "the memory of reft",
@@ -203,7 +203,7 @@ class _Run:
         Skipping steps has drawn from them.
         """
         if self._random is not None:
-            restore_random(self._random)
+            random_state.restore(self._random)
             self._random = None
 
     def step_begins(self) -> None:

@@ -294,13 +294,15 @@ def test_an_unsealed_slot_is_not_reused_even_if_its_step_is_void(attach, monkeyp
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    thread, slots = session._window.snapshots._thread, session._window.snapshots.slots
-    free = thread._free_slot()
-    slots._being_written.add(free.index)
+    thread, history = session._window.snapshots._thread, session._window.snapshots.history
+    free, task = thread._free_slot(), history.begin(99, 0.0)
+    task.copying(0.0, free.index)
     assert thread._free_slot() is None or thread._free_slot().index != free.index
-    slots.closed(free)
+    task.void(0.0, "over")
+    history.ended(task)
+    assert thread._free_slot().index == free.index
     train(session, model, optimizer)
-    assert not slots._being_written
+    assert session.seal(timeout=60) and not history.busy_slots()
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a step failed")])

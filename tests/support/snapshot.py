@@ -11,7 +11,7 @@ import torch
 
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
-from reft.client.snapshot.engine import Copied, CopyOrder, Digested
+from reft.client.snapshot.engine import CopiedEvent, CopyOrder, DigestedEvent
 from reft.client.snapshot.save_plan import ParityTiling, plan_save
 from reft.client.state.tensors import TensorIndex, flat_bytes, is_dense
 from reft.core.coding.placement import Placement, place
@@ -103,7 +103,7 @@ class Taken:
         try:
             with closing(copy.events(self.slot)) as events:
                 for event in events:
-                    self.landed(event) if isinstance(event, Copied) else self.sealed(event)
+                    self.landed(event) if isinstance(event, CopiedEvent) else self.sealed(event)
         except Exception as error:
             self.error = error
         self.ended.set()
@@ -122,14 +122,14 @@ class Taken:
     def at_parity(self, index: int) -> None:
         self.parity.append(index)
 
-    def landed(self, copied: Copied) -> None:
+    def landed(self, copied: CopiedEvent) -> None:
         self.states.append(self.slot.header.state)
         self.inline_leaves, self.cells = dict(copied.inline_leaves), dict(copied.cell_digests)
         self.slot.put_capsule(b"capsule")
         self.slot.landed()
         self.states.append(self.slot.header.state)
 
-    def sealed(self, event: Digested) -> None:
+    def sealed(self, event: DigestedEvent) -> None:
         self.slot.sealed(event.digests)
         self.states.append(self.slot.header.state)
 

@@ -58,7 +58,7 @@ from reft.client.snapshot.save_planner import SavePlanner
 from reft.client.snapshot.snapshot_thread import SnapshotFacts
 from reft.client.snapshot.snapshotter import Snapshotter
 from reft.client.snapshot.task import SnapshotHistory
-from reft.client.state import host_state
+from reft.client.state import random_state
 from reft.client.state.host_state import HostState
 from reft.config import Config, Launch
 from reft.console import say
@@ -424,7 +424,7 @@ class Attachment:
         if tree is not None:
             if tree["marked"]:
                 session.resume_marking()
-            host_state.restore_random(tree["random"])
+            random_state.restore(tree["random"])
             if self._must_protect_again:
                 session.protect_again(tree["marked"])
         return session

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -39,7 +38,6 @@ NO_CELLS: Mapping[int, int] = MappingProxyType({})
 RELEASE_DEADLINE_S = 10.0
 AGAIN_S = 0.2  # `wait` asks the daemon again after this time without news
 MARGIN_S = 0.5  # added to the daemon's wait time before a reply counts as missing
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,7 @@ class Reporter:
         refused: called with the daemon's address when the local socket refuses the connection.
 
     Attributes:
+        news: the number of replies and of calls of `wake`.
         error: why the last report failed; None if it was answered.
         slots_missing: whether the daemon has lost slots of this rank.
         requested_every: requested snapshot interval, sent with each report; see
@@ -82,6 +81,7 @@ class Reporter:
         self.facts = facts
         self._failpoints, self._refused = failpoints, refused
         self._changed = threading.Condition()
+        self.news = 0
         self._connection: ReportConnection | None = None
         self._undecided = UndecidedSteps()
         self._unanswered = 0  # unanswered reports
@@ -99,7 +99,7 @@ class Reporter:
         return self._outcome.interval
 
     @property
-    def is_fenced(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether a newer attach owns the job: then this process must not write any more."""
         return isinstance(self.error, StaleEpoch)
 
@@ -175,8 +175,9 @@ class Reporter:
                         self._note_error(rpc.error_from(rpc.CODES[reply.status], reply.error, self.facts.address))
                     else:
                         self._take(reply)
-                    if self._has_unsent_report and not self.is_fenced:
+                    if self._has_unsent_report and not self.is_stale:
                         self._send()  # perhaps no step follows that would send the report
+                    self.news += 1
                     self._changed.notify_all()
         except (ValueError, KeyError, DecodeError) as error:
             why = f"its reply can't be read: {error}"
@@ -184,12 +185,13 @@ class Reporter:
             if self._connection is connection:  # `close` was not called
                 self._connection, self._unanswered = None, 0
                 self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, why, self.facts.address))
+                self.news += 1
                 self._changed.notify_all()
         connection.close()
 
     def _note_error(self, error: ReftError) -> None:
-        if self.is_fenced:
-            return  # keep the fence: this process must never write again
+        if self.is_stale:
+            return  # for ever: this process must never write again
         if isinstance(error, StaleEpoch):
             log.error("rank %d: %s%s", self.facts.rank, message(error), remedy(error))
         elif type(error) is not type(self.error):
@@ -208,7 +210,7 @@ class Reporter:
             self._apply(reply.report)
 
     def _apply(self, reply: pb.ReportReply) -> None:
-        if self.error is not None and not self.is_fenced:
+        if self.error is not None and not self.is_stale:
             log.warning("the daemon answers again: snapshots go on.")
             self.error = None
         self.slots_missing = reply.slots_missing
@@ -241,7 +243,7 @@ class Reporter:
         """
         end = time.monotonic() + deadline_s
         with self._changed:
-            while not (self._outcome.decides(step) or self.is_fenced or self.slots_missing):
+            while not (self._outcome.decides(step) or self.is_stale or self.slots_missing):
                 if (left := end - time.monotonic()) <= 0:
                     break
                 # Not at once: the daemon replies immediately until this rank has answered the step.
@@ -249,19 +251,16 @@ class Reporter:
                     self._send()
             return self._outcome.whole >= step
 
-    def wait_for(self, find: Callable[[], T]) -> T:
-        """Returns the first true value of `find`; used by a copy thread.
-
-        Calls `find` again after each reply, and after each call of `wake`.
-        """
+    def wait_news(self, seen: int) -> None:
+        """Waits until `news` is greater than `seen`; used by the snapshot thread."""
         with self._changed:
-            while not (value := find()):
+            while self.news == seen:
                 self._changed.wait()
-            return value
 
     def wake(self) -> None:
-        """Makes `wait_for` call its function again."""
+        """Counts as news: a thread in `wait_news` shall look again."""
         with self._changed:
+            self.news += 1
             self._changed.notify_all()
 
     def release(self) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from reft.client.schedule.foreign_optimizers import ForeignOptimizerGuard
 from reft.client.schedule.snapshot_window import SnapshotWindow, Stepping
-from reft.client.schedule.step_counting import CallCounting, MarkCounting, ResumedCounting
+from reft.client.schedule.step_counting import CallCounting, ResumedCounting
 from reft.client.state.tracked_objects import required_extractor
 
 log = logging.getLogger("reft")
@@ -84,7 +84,7 @@ class OptimizerHooks:
         if os.getpid() != self._pid or self._is_capturing():
             return
         # With marks, the next mark reports the same trouble.
-        if trouble and type(self._window.counting) is not MarkCounting:
+        if trouble and not self._window.is_marked:
             log.warning("no step is counted: %s", trouble)
         self._window.written_step = self._window.step
         self._window.close()

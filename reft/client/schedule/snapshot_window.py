@@ -185,6 +185,11 @@ class SnapshotWindow:
         self.step = self.counting.start
         self.counting = MarkCounting()
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether this loop has marked a step."""
+        return type(self.counting) is MarkCounting
+
     def resume_marking(self) -> None:
         """Ignores all calls of the optimizer, because the restored step was marked."""
         self.counting = ResumedCounting()
@@ -197,7 +202,10 @@ class SnapshotWindow:
         return self.cadence.every(self.step) if self.cadence else 1
 
     def seal(self, deadline_s: float) -> bool:
-        """Waits until the current step is whole; takes its snapshot first if it was not due."""
+        """Waits until the current step is whole.
+
+        Takes its snapshot first if the step was not due.
+        """
         if self.snapshots is None:
             return False
         if self._taken_step != self.step and self.step > 0 and self.written_step != self.step:

@@ -4,8 +4,8 @@
             events    in the snapshot thread, with the help of the copy threads:
                         parts:           live bytes ─► slot, digests
                         parity columns:  live bytes of others' shards ─► XOR ─► slot
-                      Copied:   no copy reads the state any more
-                      Digested: the parity chunks have their digests, too
+                      CopiedEvent     no copy reads the state any more
+                      DigestedEvent   the parity chunks have their digests, too
     fence:  fence     all tasks at once, and waits for the last read
 
 A parity column is a piece of a parity shard, and the XOR of data that other ranks' slots keep. This
@@ -28,7 +28,7 @@ import numpy as np
 from reft.client.memory import streaming
 from reft.client.memory.threads import TaskThread, run_all
 from reft.client.snapshot.cpu_plan import CopyPart, CpuCopyPlan
-from reft.client.snapshot.engine import Copied, CopyEvent, CopyOrder, Digested
+from reft.client.snapshot.engine import CopiedEvent, CopyEvent, CopyOrder, DigestedEvent
 from reft.client.snapshot.replica_check import digest, samples
 from reft.client.snapshot.save_plan import ParityColumn, ParityTiling, WriteItem
 from reft.client.snapshot.stats import CopyStats
@@ -108,7 +108,7 @@ class CpuCopyEngine:
         for thread in [*self._threads, *self._idle_threads]:
             thread.close()
 
-    def copy(self, order: CopyOrder, plan: CpuCopyPlan, slot: SlotMap, digests: np.ndarray) -> Copied:
+    def copy(self, order: CopyOrder, plan: CpuCopyPlan, slot: SlotMap, digests: np.ndarray) -> CopiedEvent:
         """Copies all bytes and digests them, but for the parity chunks."""
         data = slot.data
         for offset, size in plan.save_plan.zeros if slot.is_new_layout else ():
@@ -118,7 +118,7 @@ class CpuCopyEngine:
             copy_aside()
         self._copy(order, plan, data, digests)
         wanted = samples(plan.save_plan.cells, order.step, order.compares_all)
-        return Copied(
+        return CopiedEvent(
             {plan.save_plan.leaves[i].name: plan.sources[i].tobytes() for i in plan.save_plan.inline_leaves},
             {sample.cell: digest(sample, plan.sources) for sample in wanted},
         )
@@ -266,7 +266,7 @@ class _CpuCopy:
         finally:
             self.has_read.set()
         self.engine.digest_parity(self.plan, slot, digests)
-        yield Digested(digests)
+        yield DigestedEvent(digests)
 
     def drop(self) -> None:
         self.has_read.set()

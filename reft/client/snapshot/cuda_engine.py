@@ -2,7 +2,7 @@
 
     compute stream  … optimizer t │ gather small leaves │ F0 │ gap │ F1 │ … │ wait(read) │ optimizer
     side stream           wait(gathered) ► inline leaves ► wait(gap begins) ► parts ► … ► read, done
-    snapshot thread                      done ► late leaves, zeros ► Copied ► digests ► Digested
+    snapshot thread            done ► late leaves, zeros ► CopiedEvent ► digests ► DigestedEvent
 
 Without a pacing plan all tasks are enqueued at the mark. With one, the task plan
 (core/pipeline/pacing.py) assigns tasks to the phases of the window. A phase's tasks are enqueued
@@ -13,7 +13,7 @@ scratch memory to the slot run beside the optimizer.
 
 The fence is a wait of the compute stream. An event that is not recorded yet would stop nothing. So
 all copies, and the event behind the last one, are enqueued before the optimizer's pre-hook returns.
-The snapshot thread gets `Copied` after the last event has passed, never before.
+The snapshot thread gets `CopiedEvent` after the last event has passed, never before.
 
 While training is captured into a CUDA graph nothing is enqueued: the side stream would become part
 of the graph, or the capture would fail. A captured optimizer calls no hook when the graph is
@@ -39,7 +39,7 @@ import torch
 
 from reft.client.memory.cuda import Device
 from reft.client.snapshot.cuda_plan import TRANSFER_BYTES, CudaCopyPlan, compute, plan_transfers
-from reft.client.snapshot.engine import Copied, CopyEvent, CopyOrder, Digested
+from reft.client.snapshot.engine import CopiedEvent, CopyEvent, CopyOrder, DigestedEvent
 from reft.client.snapshot.replica_check import DigestSample, digest_of, samples
 from reft.client.snapshot.save_plan import ParityTiling
 from reft.client.snapshot.stats import CopyStats
@@ -58,7 +58,7 @@ PENDING_MAX = 256  # measurements that the device has not finished yet
 
 
 class CudaCopyEngine:
-    """Copies state that lies on one CUDA device; at most one snapshot is open at a time.
+    """Copies state that lies on one CUDA device; one snapshot is open at a time.
 
     The snapshot thread may finish one snapshot while the next one begins.
 
@@ -418,11 +418,11 @@ class _CudaCopy:
         for offset, size in transfers.save_plan.zeros if slot.is_new_layout else ():
             data[offset : offset + size] = 0
         leaves = [(transfers.save_plan.leaves[i], transfers.places[i]) for i in transfers.save_plan.inline_leaves]
-        yield Copied(
+        yield CopiedEvent(
             {leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves},
             {sample.cell: digest_of(sample, [part.numpy() for part in parts]) for sample, parts in self._samples},
         )
-        yield Digested(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+        yield DigestedEvent(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
 
     def drop(self) -> None:
         """Does nothing: copies are enqueued at the mark, so there was a slot."""

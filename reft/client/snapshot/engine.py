@@ -1,7 +1,7 @@
 """The interface of a copy engine: what it takes, and the events that it gives back.
 
     trainer's thread    begin(order) ─► RunningCopy                         enter, hurry, fence
-    snapshot thread     for event in copy.events(slot):  Copied ─► Digested
+    snapshot thread     for event in copy.events(slot):  CopiedEvent ─► DigestedEvent
 
 The engine calls nobody back. The snapshot thread pulls the events one by one: when it asks for the
 next event, it has dealt with the one before. An exception ends the events, and with them the
@@ -60,7 +60,7 @@ class CopyOrder:
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopiedEvent:
     """All bytes are in the slot, and no copy reads the live state any more.
 
     Attributes:
@@ -73,22 +73,22 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class Digested:
+class DigestedEvent:
     """The slot has its digests: one uint64 for each chunk."""
 
     digests: np.ndarray
 
 
-CopyEvent = Copied | Digested
+CopyEvent = CopiedEvent | DigestedEvent
 
 
 class RunningCopy(Protocol):
     """One snapshot that an engine copies."""
 
     def events(self, slot: SlotMap) -> Generator[CopyEvent, None, None]:
-        """Copies into the slot, and yields `Copied`, then `Digested`. For the snapshot thread.
+        """Copies into the slot, and yields `CopiedEvent`, then `DigestedEvent`.
 
-        The fence of the CPU engine opens once the caller asks for the event after `Copied`, or
+        The fence of the CPU engine opens once the caller asks for the event after `CopiedEvent`, or
         closes the iterator.
 
         Args:
@@ -99,7 +99,7 @@ class RunningCopy(Protocol):
         """
 
     def drop(self) -> None:
-        """Opens the fence of a copy that gets no slot; it reads the live state no more."""
+        """Opens the fence of a copy that gets no slot, and so reads nothing."""
 
 
 class CopyEngine(Protocol):

@@ -1,17 +1,16 @@
 """The slots that one rank writes: which one is next, and larger ones when the state grows.
 
-    all fit ──► choose: the reuse rule (core/commit/slots.py), if nobody writes the slot ──► open
+    all fit ──► choose: the reuse rule (core/commit/slots.py), among slots that nobody writes
     else    ──► a thread leases larger slots; no snapshot until they are there
 
-The trainer's thread calls `prepare`; the thread that writes the slot calls `open` and `closed`. No
-call waits for another process, but `give_back`.
+No call waits for another process, but `give_back`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from reft.client.link.slots import MappedSlot, SlotLeases
 from reft.client.snapshot.save_plan import SavePlan
@@ -34,7 +33,6 @@ class RankSlots:
         self._slots = slots
         self._leases = leases
         self._rank = rank
-        self._being_written: set[int] = set()  # indexes
         self._thread: threading.Thread | None = None  # leases larger slots
         self._larger: list[MappedSlot] | None = None
         # They stay mapped: the copy engine may hold views of them until the process ends.
@@ -78,26 +76,20 @@ class RankSlots:
             if self._thread is threading.current_thread():
                 log.warning("rank %d gets no slots for its new layout: %s", self._rank, error)
 
-    def choose(self, whole: Version | None, is_void: Callable[[Version], bool]) -> MappedSlot | None:
+    def choose(
+        self, busy: Collection[int], whole: Version | None, is_void: Callable[[Version], bool]
+    ) -> MappedSlot | None:
         """Returns the slot to write next; None if none may be written now.
 
         Args:
+            busy: indexes of the slots that snapshots are being written to.
             whole: the newest version that this rank knows to be whole.
             is_void: decides whether a version is known never to become whole.
         """
-        views = [slot.view() for slot in self._slots if slot.index not in self._being_written]
+        views = [slot.view() for slot in self._slots if slot.index not in busy]
         voids = [view.version for view in views if view.version is not None and is_void(view.version)]
         chosen = choose_slot(views, whole, voids)
         return None if chosen is None else self._slots[chosen.index]
-
-    def open(self, slot: MappedSlot, version: Version, plan: SavePlan) -> None:
-        """Makes a slot WRITING; nobody else gets the slot until `closed`."""
-        slot.map.begin(version, plan.digest, plan.table, plan.data_bytes)
-        self._being_written.add(slot.index)
-
-    def closed(self, slot: MappedSlot) -> None:
-        """Notes that nobody writes the slot any more."""
-        self._being_written.discard(slot.index)
 
     def empty(self, epoch: Epoch, after: int) -> None:
         """Empties the slots with a version of this epoch that is newer than step `after`."""

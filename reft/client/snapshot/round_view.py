@@ -31,7 +31,7 @@ class RoundView:
 
     @property
     def whole_step(self) -> int:
-        """The newest step known to be whole, of this epoch or its base; -1 if there is none."""
+        """The newest step that is known to be whole; -1 if there is none."""
         return self.whole.step if self.whole else -1
 
     def voids(self, version: Version) -> bool:

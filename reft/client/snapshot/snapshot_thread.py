@@ -2,8 +2,8 @@
 
     trainer's thread         snapshot thread                              engine
     handover ─► (queue) ─►   slot by the reuse rule ─► COPYING ─────────► copies
-                             state unwritten? ─► capsule ─► LANDED ◄───── Copied
-                             header ─► SEALED ─► report ◄──────────────── Digested
+                             state unwritten? ─► capsule ─► LANDED ◄───── CopiedEvent
+                             header ─► SEALED ─► report ◄──────────────── DigestedEvent
     void, memory ─► (queue)
 
 All work lies in one queue with one consumer, so a step's answer never overtakes that of an earlier
@@ -25,15 +25,14 @@ from typing import Any
 from reft.client.link.reports import Reporter
 from reft.client.link.slots import MappedSlot
 from reft.client.memory.threads import TaskThread
-from reft.client.snapshot.engine import Copied, Digested, RunningCopy
+from reft.client.snapshot.engine import CopiedEvent, DigestedEvent, RunningCopy
 from reft.client.snapshot.rank_slots import RankSlots
 from reft.client.snapshot.replica_check import mismatch
 from reft.client.snapshot.round_view import RoundView
 from reft.client.snapshot.save_plan import SavePlan
 from reft.client.snapshot.task import SnapshotHistory, SnapshotTask
 from reft.client.snapshot.write_guard import WriteGuard
-from reft.client.state import serialization
-from reft.client.state.host_state import HostState
+from reft.client.state import random_state, serialization
 from reft.core.coding.placement import Placement
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.version import Epoch, Version
@@ -96,18 +95,16 @@ class SnapshotThread:
 
     Args:
         facts: see the class.
-        host: completes the host state of a handover.
         slots: the slots to write.
         reporter: tells the daemon each answer.
         round_view: says which slots are free.
-        history: sums up the tasks.
+        history: knows which slots are being written, and sums up the tasks.
         cpu: the CPU to run on; None leaves the choice to the scheduler.
     """
 
     def __init__(
         self,
         facts: SnapshotFacts,
-        host: HostState,
         slots: RankSlots,
         reporter: Reporter,
         round_view: RoundView,
@@ -115,7 +112,6 @@ class SnapshotThread:
         cpu: int | None,
     ) -> None:
         self._facts = facts
-        self._host = host
         self._slots = slots
         self._reporter = reporter
         self._round = round_view
@@ -154,18 +150,17 @@ class SnapshotThread:
         self._thread.close()
 
     def _free_slot(self) -> MappedSlot | None:
-        """Returns the slot to write next, by the reuse rule; None if there is none now."""
-        return self._slots.choose(self._round.whole, self._round.voids)
+        """Returns the slot to write next, by the reuse rule, or None."""
+        return self._slots.choose(self._history.busy_slots(), self._round.whole, self._round.voids)
 
     def _run(self, handover: Handover) -> None:
         task, slot = handover.task, handover.slot
         try:
             slot = slot or self._open(handover)
-            task.copying(time.perf_counter(), slot.index)
             cell_digests: Mapping[int, int] = {}
             with closing(handover.copy.events(slot.map)) as events:
                 for event in events:
-                    if isinstance(event, Copied):
+                    if isinstance(event, CopiedEvent):
                         cell_digests = event.cell_digests
                         self._land(handover, slot, event)
                     else:
@@ -177,9 +172,6 @@ class SnapshotThread:
                 self._note_trouble(str(error), task)
             else:
                 self.void(task, str(error))
-        finally:
-            if slot is not None:
-                self._slots.closed(slot)
 
     def _open(self, handover: Handover) -> MappedSlot:
         """Opens a slot once the round's outcome frees one; until the fence at the latest.
@@ -187,25 +179,30 @@ class SnapshotThread:
         Raises:
             ReftError: no slot may be reused.
         """
-        slot = self._reporter.wait_for(lambda: self._free_slot() or handover.is_fenced.is_set())
-        return self._opened(None if isinstance(slot, bool) else slot, handover.task.step, handover.save_plan)
+        news, slot = self._reporter.news, self._free_slot()
+        while slot is None and not handover.is_fenced.is_set():
+            self._reporter.wait_news(news)
+            news, slot = self._reporter.news, self._free_slot()
+        return self._opened(slot, handover.task, handover.save_plan)
 
-    def open(self, step: int, save_plan: SavePlan) -> MappedSlot:
-        """Returns a slot for `step`, in the state WRITING.
+    def open(self, task: SnapshotTask, save_plan: SavePlan) -> MappedSlot:
+        """Opens a slot at once, in the trainer's thread.
 
         Raises:
             ReftError: no slot may be reused now.
         """
-        return self._opened(self._free_slot(), step, save_plan)
+        return self._opened(self._free_slot(), task, save_plan)
 
-    def _opened(self, slot: MappedSlot | None, step: int, save_plan: SavePlan) -> MappedSlot:
-        self._facts.failpoints.hit("snapshot.begin", **self._facts.at(step))
+    def _opened(self, slot: MappedSlot | None, task: SnapshotTask, save_plan: SavePlan) -> MappedSlot:
+        self._facts.failpoints.hit("snapshot.begin", **self._facts.at(task.step))
         if slot is None:
             raise ReftError("all slots are in use: the daemons have not agreed yet that a newer step is whole.")
-        self._slots.open(slot, Version(self._facts.epoch, step), save_plan)
+        # First: whatever happens to the header, no other snapshot may get the slot meanwhile.
+        task.copying(time.perf_counter(), slot.index)
+        slot.map.begin(Version(self._facts.epoch, task.step), save_plan.digest, save_plan.table, save_plan.data_bytes)
         return slot
 
-    def _land(self, handover: Handover, slot: MappedSlot, copied: Copied) -> None:
+    def _land(self, handover: Handover, slot: MappedSlot, copied: CopiedEvent) -> None:
         """Checks that nothing wrote the state, and makes the slot LANDED, with its capsule.
 
         Raises:
@@ -216,7 +213,9 @@ class SnapshotThread:
         handover.guard.check()
         # The tree is a copy, so this thread can encode it: at the mark that would take a third
         # longer.
-        capsule = self._host.complete(handover.tree) | {
+        capsule = {
+            **handover.tree,
+            "random": random_state.storable(handover.tree["random"]),
             "riders": dict(copied.inline_leaves),
             "absent": list(handover.save_plan.absent),
             "compared": dict(copied.cell_digests),
@@ -226,9 +225,10 @@ class SnapshotThread:
         handover.task.landed(time.perf_counter())
         self._facts.failpoints.hit("snapshot.landed", **facts)
 
-    def _seal(self, task: SnapshotTask, slot: MappedSlot, event: Digested, cell_digests: Mapping[int, int]) -> None:
+    def _seal(
+        self, task: SnapshotTask, slot: MappedSlot, event: DigestedEvent, cell_digests: Mapping[int, int]
+    ) -> None:
         slot.map.sealed(event.digests)
-        self._slots.closed(slot)
         self._facts.failpoints.hit("snapshot.sealed", **self._facts.at(task.step))
         task.sealed(time.perf_counter())
         self._history.ended(task)

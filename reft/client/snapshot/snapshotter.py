@@ -24,7 +24,7 @@ from reft.client.snapshot.replica_check import mismatch
 from reft.client.snapshot.round_view import RoundView
 from reft.client.snapshot.save_planner import SavePlanner
 from reft.client.snapshot.snapshot_thread import Handover, SnapshotFacts, SnapshotThread
-from reft.client.snapshot.task import SnapshotHistory, SnapshotTask
+from reft.client.snapshot.task import SnapshotHistory, SnapshotState, SnapshotTask
 from reft.client.snapshot.write_guard import WriteGuard
 from reft.client.state.host_state import HostState
 from reft.core.coding.placement import exposures
@@ -62,7 +62,7 @@ class Snapshotter:
         self.slots = slots
         self.history = history
         self.round = RoundView(reporter, base)
-        self._thread = SnapshotThread(facts, host, slots, reporter, self.round, history, engine.copy_cpu)
+        self._thread = SnapshotThread(facts, slots, reporter, self.round, history, engine.copy_cpu)
         self._open: Handover | None = None  # the snapshot that may read the live state
         self._begun_step = -1  # the newest step whose copy was begun
         # A due step that was left out, and the reason: VOID at the fence, unless `seal` takes it.
@@ -93,7 +93,7 @@ class Snapshotter:
 
     def _begin(self, task: SnapshotTask, is_marked: bool, pacing_plan: PacingPlan | None) -> str:
         """Starts the copy; returns why it can't, or an empty string."""
-        if self.reporter.is_fenced:
+        if self.reporter.is_stale:
             return str(self.reporter.error)
         if differs := mismatch(self.facts.placement.division, self.reporter.mismatched):
             # Skip until a re-attach moves these leaves out of their cells. A restore would find the
@@ -114,13 +114,8 @@ class Snapshotter:
             plan.save_plan, self.slots.chunk_bytes, task.step, compares_all, pacing_plan, self.facts.failpoints,
             self.facts.at(task.step),
         )  # fmt: skip
-        slot = self._thread.open(task.step, plan.save_plan) if self.engine.needs_slot_at_mark else None
-        try:
-            copy = self.engine.begin(order, slot.map if slot else None)
-        except Exception:
-            if slot is not None:
-                self.slots.closed(slot)
-            raise
+        slot = self._thread.open(task, plan.save_plan) if self.engine.needs_slot_at_mark else None
+        copy = self.engine.begin(order, slot.map if slot else None)
         self._open = Handover(task, copy, plan.save_plan, tree, guard, slot)
         self._thread.take(self._open)
         self._begun_step = task.step
@@ -144,7 +139,8 @@ class Snapshotter:
         if handover is None:
             return
         handover.is_fenced.set()
-        self.reporter.wake()
+        if handover.task.state is SnapshotState.OPENING:
+            self.reporter.wake()  # the snapshot thread may wait for a slot
         self.engine.fence()
         handover.guard.close()
 

@@ -4,14 +4,15 @@
        │                     │                        │
        └─────────────────────┴──────── a reason ──────┴────────────────► VOID
 
-OPENING   the state is as at the mark; the snapshot has no slot yet. The trainer's thread owns it.
+OPENING   the state is as at the mark; the snapshot has no slot yet.
 COPYING   a slot is WRITING; copies read the live state until the fence at the latest.
 LANDED    the slot has all bytes and the capsule; no copy reads the live state any more.
 SEALED    the slot has its digests, and the daemon was told.
 VOID      this rank has no snapshot of the step; the daemon was told the reason.
 
-From COPYING on, the snapshot thread alone moves the task. A task moves along the arrows only; any
-other move is a fault of reft, and the error tells the task's story.
+The trainer's thread makes the task. Once it has handed the task over, the snapshot thread alone
+moves it. No other snapshot gets the slot before the task is SEALED or VOID. A task moves along the
+arrows only; any other move is a fault of reft, and the error tells the task's story.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ class SnapshotHistory:
 
     def __init__(self) -> None:
         self._tasks: deque[SnapshotTask] = deque(maxlen=TASKS_MAX)
+        self._running: list[SnapshotTask] = []  # also those that `_tasks` has forgotten
         self._lock = threading.Lock()
         self.sealed = self.skipped = 0
         self.sealed_step = -1
@@ -143,17 +145,25 @@ class SnapshotHistory:
     def begin(self, step: int, now_s: float) -> SnapshotTask:
         """Returns a new task, and forgets the oldest one if there are TASKS_MAX."""
         task = SnapshotTask(step, now_s)
-        self._tasks.append(task)
+        with self._lock:
+            self._tasks.append(task)
+            self._running.append(task)
         return task
 
     def ended(self, task: SnapshotTask) -> None:
         """Adds a task that is over to the sums."""
         with self._lock:
+            self._running.remove(task)
             if task.state is SnapshotState.SEALED:
                 self.sealed += 1
                 self.sealed_step = task.step
             else:
                 self.skipped += 1
+
+    def busy_slots(self) -> set[int]:
+        """Returns the indexes of the slots that a snapshot is being written to."""
+        with self._lock:
+            return {task.slot for task in self._running}
 
     def tasks(self) -> list[SnapshotTask]:
         """Returns the newest tasks, oldest first."""

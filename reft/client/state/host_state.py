@@ -6,21 +6,17 @@ this tree, and the random generators last: restoring the rest may draw random nu
 
 from __future__ import annotations
 
-import random
-from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
-from reft.client.state import serialization
+from reft.client.state import random_state, serialization
 from reft.client.state.parameters import ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.errors import ConfigError, LayoutChanged, RestoreError, UnsupportedState
-from reft.wire.capsule_format import TensorBytes
+from reft.errors import ConfigError, LayoutChanged, UnsupportedState
 from reft.wire.slot_format import CAPSULE_MAX
 
 
@@ -50,10 +46,13 @@ class HostState:
 
     def capture(self, step: int) -> dict[str, Any]:
         """Returns the tree of the current state. The tree holds copies, no live values."""
-        return self.complete(self.take(step, self._tracked.names()))
+        tree = self.take(step, self._tracked.names())
+        return {**tree, "random": random_state.storable(tree["random"])}
 
     def take(self, step: int, names: ParameterNames) -> dict[str, Any]:
-        """Reads all values that must be exactly of the mark. `complete` finishes the tree.
+        """Returns the tree of the mark, with random states as `random_state.take` gives them.
+
+        They are put into the capsule's form later, beside training (`random_state.storable`).
 
         Args:
             step: the step of the mark.
@@ -65,12 +64,8 @@ class HostState:
             "subjects": self._tracked.capture(names),
             "scalers": {name: _capture_scaler(scaler) for name, scaler in self._tracked.scalers.items()},
             "state": {name: to_plain(_state_of(value)) for name, value in self._objects.items()},
-            "random": _take_random(),
+            "random": random_state.take(),
         }
-
-    def complete(self, capture: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the finished tree of a result of `take`. It may run later and in any thread."""
-        return {**capture, "random": _storable_random(capture["random"])}
 
     def check_size(self) -> None:
         """Encodes the tree once, before training, to check its size.
@@ -154,59 +149,3 @@ def _restore_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Any] | Non
     scaler.set_growth_factor(saved["growth"])
     scaler.set_backoff_factor(saved["backoff"])
     scaler.set_growth_interval(saved["interval"])
-
-
-def capture_random() -> dict[str, Any]:
-    """Returns the state of the default random generators of Python, numpy and torch."""
-    return _storable_random(_take_random())
-
-
-def _take_random() -> dict[str, Any]:
-    """Returns the states in the generators' own types. All of them are copies."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.get_rng_state(),
-        "cuda": [generator.get_state() for generator in _cuda_generators()],
-    }
-
-
-def _storable_random(states: Mapping[str, Any]) -> dict[str, Any]:
-    kind, keys, gauss = states["python"]
-    return {
-        "python": [kind, np.frombuffer(array("I", keys), np.uint32), gauss],  # np.array takes three times as long
-        "numpy": list(states["numpy"]),
-        "cpu": _bytes_of(states["cpu"]),
-        "cuda": [_bytes_of(state) for state in states["cuda"]],
-    }
-
-
-def _bytes_of(state: torch.Tensor) -> TensorBytes:
-    """Returns the same as `to_plain`, in a third of the time.
-
-    Only valid for a copy of a generator's state: a uint8 tensor on the host.
-    """
-    return TensorBytes("uint8", tuple(state.shape), state.numpy().tobytes())
-
-
-def restore_random(saved: Mapping[str, Any]) -> None:
-    """Restores the state of every default random generator.
-
-    Raises:
-        RestoreError: the saved state is of another number of CUDA devices.
-    """
-    kind, keys, gauss = saved["python"]
-    random.setstate((kind, tuple(int(key) for key in keys), gauss))
-    np.random.set_state(tuple(saved["numpy"]))
-    torch.set_rng_state(from_plain(saved["cpu"]))
-    generators = _cuda_generators()
-    if saved["cuda"] and len(generators) != len(saved["cuda"]):
-        raise RestoreError(
-            f"the snapshot has {len(saved['cuda'])} CUDA generators, this process has {len(generators)} devices."
-        )
-    for generator, state in zip(generators, saved["cuda"], strict=False):
-        generator.set_state(from_plain(state))
-
-
-def _cuda_generators() -> Sequence[torch.Generator]:
-    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()

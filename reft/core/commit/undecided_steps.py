@@ -30,7 +30,10 @@ class UndecidedSteps:
     delays: OutcomeDelays = field(default_factory=OutcomeDelays)
 
     def answer(self, step: int, answer: StepAnswer, digests: Mapping[int, int]) -> None:
-        """Takes the answer for a step; that of an earlier step than the newest changes nothing."""
+        """Takes the answer for a step.
+
+        The answer for an earlier step than the newest one changes nothing.
+        """
         if answer is StepAnswer.SEALED and step > self.newest:
             self.sealed[step] = digests
         self.newest = max(self.newest, step)

@@ -200,20 +200,20 @@ def test_a_reply_of_the_protocol_before_the_envelopes_is_understood(reporter, pl
     assert "you speak protocol 7" in str(reporter.error) and reporter._unanswered == 0
 
 
-def test_a_fenced_rank_stays_fenced(reporter, played):
+def test_a_stale_rank_stays_stale(reporter, played):
     reporter.answer(1, SEALED)
     played.next()
     played.refuse(10, "epoch 1 is over")
-    until(lambda: reporter.is_fenced)
+    until(lambda: reporter.is_stale)
     assert isinstance(reporter.error, StaleEpoch)
     played.end()
     until(lambda: reporter._connection is None)
-    assert reporter.is_fenced, "the end of the connection is no news for who is fenced"
+    assert reporter.is_stale, "the end of the connection is no news for a stale rank"
     reporter.answer(2, SEALED)
     played.next()
     played.say(whole=1)
     until(lambda: whole(reporter) == 1)
-    assert reporter.is_fenced
+    assert reporter.is_stale
 
 
 def test_an_unreadable_reply_ends_the_connection(reporter, played):

@@ -23,7 +23,7 @@ from reft.client.snapshot import save_plan as save_plan
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, join_parts
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
-from reft.client.snapshot.engine import Copied
+from reft.client.snapshot.engine import CopiedEvent
 from reft.client.snapshot.save_plan import WriteItem
 from reft.client.state.tensors import TensorIndex
 from reft.core.coding import erasure
@@ -317,12 +317,12 @@ def test_a_failure_to_seal_is_reported(engine):
 
 
 def test_the_fence_opens_when_the_next_event_is_asked_for(engine):
-    """On the CPU nothing may write the state before the caller has dealt with `Copied`."""
+    """On the CPU nothing may write the state before the caller has dealt with `CopiedEvent`."""
     copy_engine, device = engine
     taken = Taken(tensors_on(device), set())
     events = copy_engine.begin(taken.order, taken.slot).events(taken.slot)
     copy_engine.hurry()
-    assert isinstance(next(events), Copied)
+    assert isinstance(next(events), CopiedEvent)
     fence = threading.Thread(target=copy_engine.fence, daemon=True)
     fence.start()
     if isinstance(copy_engine, CpuCopyEngine):

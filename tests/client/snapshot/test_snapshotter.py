@@ -38,24 +38,26 @@ OLD, NEW = Epoch(1, b"o" * 16), Epoch(2, b"n" * 16)
 class FakeReporter:
     """A reporter without a daemon; the test sets `whole`."""
 
-    is_fenced = slots_missing = False
+    is_stale = slots_missing = False
 
     def __init__(self) -> None:
         self.whole: Version | None = None
         self.answers: dict[int, tuple[StepAnswer, str]] = {}
         self.answered = threading.Semaphore(0)
+        self.news, self.woken = 0, threading.Semaphore(0)
 
     def voids(self, version):
         return False
 
-    def wait_for(self, condition):
-        return condition()
+    def wait_news(self, seen):
+        self.woken.acquire(timeout=20)
 
     def wait(self, step, deadline_s):
         return True
 
     def wake(self) -> None:
-        """Does nothing: no thread sleeps here."""
+        self.news += 1
+        self.woken.release()
 
     mismatched = frozenset()
 

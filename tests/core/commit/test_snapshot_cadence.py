@@ -1,0 +1,77 @@
+"""The cadence at a mark: which steps are taken, left out or not due. Without a clock or a trainer."""
+
+from __future__ import annotations
+
+import pytest
+
+from reft.core.commit.snapshot_cadence import CadenceAnswer, CadenceFacts, SnapshotCadence
+from reft.core.commit.snapshot_interval import MEASURED, DueSteps, IntervalEstimator, SnapshotInterval
+
+
+def cadence(every: int = 1, adapts: bool = False) -> SnapshotCadence:
+    return SnapshotCadence(DueSteps(every, adapts), IntervalEstimator(0.01))
+
+
+def facts(**changed) -> CadenceFacts:
+    return CadenceFacts(0.0, 0.0, False, SnapshotInterval(), 0, None, 0, 3)._replace(**changed)
+
+
+def test_every_nth_step_is_taken():
+    asked = cadence(3)
+    taken = [step for step in range(1, 13) if asked.at_mark(step, facts(whole_step=step - 1)).takes]
+    assert taken == [3, 6, 9, 12]
+    assert asked.at_mark(13, facts()) == CadenceAnswer(False, "", 0, "")
+
+
+def test_a_step_is_left_out_while_the_round_lags():
+    asked = cadence()
+    answers = {step: asked.at_mark(step, facts(last_void=10, delay=8)) for step in range(9, 17)}
+    assert [step for step, answer in answers.items() if answer.takes] == [16]
+    assert (
+        answers[9].left_out
+        == ("the round lags behind training: until it catches up, only one of 2 due steps is snapshotted.")
+        or "only one of" in answers[9].left_out
+    )
+
+
+def test_the_lag_counts_from_the_first_due_step():
+    """A job that attached at step 1000 has heard of nothing yet, and does not lag by 1000 steps."""
+    asked = cadence()
+    assert asked.at_mark(1000, facts(whole_step=-1, last_void=1000, delay=4)).takes
+
+
+def measured(asked: SnapshotCadence, stall_s: float, steps: int = 4 * MEASURED) -> int:
+    """Returns the requested interval after steps of 1 s, each with a snapshot."""
+    requested = 0
+    for step in range(1, steps):
+        now = facts(now_s=step * (1.0 + stall_s), held_s=step * stall_s, has_snapshot=True, whole_step=step - 1)
+        requested = asked.at_mark(step, now).requested_every
+    return requested
+
+
+@pytest.mark.parametrize(("stall_s", "every"), [(0.001, 1), (0.035, 4)])
+def test_the_requested_interval_keeps_the_budget(stall_s, every):
+    assert measured(cadence(adapts=True), stall_s) == every
+
+
+def test_a_fixed_interval_is_not_measured():
+    assert measured(cadence(), 0.5) == 0
+
+
+def test_an_agreed_interval_is_announced_once():
+    asked, agreed = cadence(adapts=True), SnapshotInterval(8, 5)
+    first, second = asked.at_mark(6, facts(interval=agreed)), asked.at_mark(7, facts(interval=agreed))
+    assert "from step 8 on one step in 5 is snapshotted" in first.notice and not second.notice
+    assert [step for step in range(8, 21) if asked.at_mark(step, facts(interval=agreed, whole_step=step - 1)).takes] == [
+        10, 15, 20,
+    ]  # fmt: skip
+
+
+def test_after_a_restart_the_first_interval_is_in_force_again():
+    asked = cadence(adapts=True)
+    asked.at_mark(6, facts(interval=SnapshotInterval(1, 5)))
+    assert asked.every(7) == 5
+    asked.restart()
+    assert asked.every(7) == 1
+    asked.at_mark(7, facts(now_s=1e6, held_s=1e6, has_snapshot=True))
+    assert asked.interval.snapshots == 0, "the time of a re-attach is no stall"
