@@ -36,7 +36,7 @@ def task_in(state: SnapshotState) -> SnapshotTask:
     return task
 
 
-@pytest.mark.parametrize(("before", "after"), itertools.product(SnapshotState, PATH))
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(SnapshotState, PATH)))
 def test_a_task_moves_along_the_arrows_only(before, after):
     task = task_in(before)
     events = list(task.events)
