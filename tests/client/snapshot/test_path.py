@@ -21,7 +21,8 @@ from tests.support.daemons import until
 DESIGN = Path(__file__).resolve().parents[3] / "reft/client/snapshot/DESIGN.md"
 DRAWN = re.compile(r"^    \d+ +(\w+)\.\w+ ─► (\w+)\.(\w+)", re.MULTILINE)
 HOPS_MAX, BACK_MAX = 20, 2
-# Calls that ask or convert, and change nothing. `fence` and `close` end the window before; none is open here.
+# Calls that ask or convert, and change nothing. `fence` and `close` end the window before, which is
+# not open here.
 QUESTIONS = {
     *(
         "is_marked",
