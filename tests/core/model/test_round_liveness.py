@@ -15,9 +15,11 @@ from collections.abc import Callable
 import pytest
 
 from reft.core.commit import lag_backoff as spacing_module
-from reft.core.commit.lag_backoff import OutcomeDelays, backoff_interval
-from reft.core.commit.round import Outcome, Round, StepReport
+from reft.core.commit.round import Outcome, Round, StepAnswer, StepReport
 from reft.core.commit.slots import Slot, SlotState, choose_slot
+from reft.core.commit.snapshot_cadence import CadenceFacts, SnapshotCadence
+from reft.core.commit.snapshot_interval import DueSteps, IntervalEstimator, SnapshotInterval
+from reft.core.commit.undecided_steps import UndecidedSteps
 from reft.core.commit.version import Epoch, Version
 
 EPOCH = Epoch(1, b"e" * 16)
@@ -30,15 +32,16 @@ class Rank:
         self.slots = [Slot(i, SlotState.EMPTY, None) for i in range(slots)]
         self.busy: set[int] = set()
         self.outcome = Outcome()
-        self.until = -1
-        self.sealed: set[int] = set()
-        self.delays = OutcomeDelays()
+        self.undecided = UndecidedSteps()
+        self.cadence = SnapshotCadence(DueSteps(1, adapts=False), IntervalEstimator(0.01))
         self.waits: int | None = None
 
-    def is_in_turn(self, step: int) -> bool:
-        passed = None if self.delays.last_void is None else step - self.delays.last_void
-        delay = self.delays.longest(step, min(self.sealed, default=None))
-        return step % backoff_interval(step - max(self.outcome.whole, 0), passed, delay, len(self.slots)) == 0
+    def is_in_turn(self, now: float, step: int) -> bool:
+        delays = self.undecided.delays.last_void, self.undecided.longest_delay(step)
+        whole = max(self.outcome.whole, 0)
+        return self.cadence.at_mark(
+            step, CadenceFacts(now, 0.0, False, SnapshotInterval(), whole, *delays, len(self.slots))
+        ).takes
 
     def begin(self, step: int) -> int | None:
         """Returns the slot that the step is copied to; None if no slot is free."""
@@ -53,16 +56,12 @@ class Rank:
         return chosen.index
 
     def answer(self, step: int, is_sealed: bool) -> StepReport:
-        self.until = max(self.until, step)
-        if is_sealed:
-            self.sealed.add(step)
-        return StepReport(self.outcome.whole, self.until, frozenset(self.sealed))
+        self.undecided.answer(step, StepAnswer.SEALED if is_sealed else StepAnswer.VOID, {})
+        return self.undecided.report(self.outcome.whole)
 
     def hear(self, outcome: Outcome) -> None:
         self.outcome = self.outcome.merge(outcome)
-        for step in [step for step in self.sealed if self.outcome.decides(step)]:
-            self.sealed.discard(step)
-            self.delays.note_decided(step, self.until, self.outcome.voids(step))
+        self.undecided.settle(self.outcome)
 
 
 class Training:
@@ -93,7 +92,7 @@ class Training:
 
     def mark(self, now: float, rank: int, step: int) -> None:
         each = self.ranks[rank]
-        if not each.is_in_turn(step):
+        if not each.is_in_turn(now, step):
             self.at(now + 0.6, lambda now: self.say(now, rank, each.answer(step, False)))
         elif not self.take(now, rank, step):
             each.waits = step
