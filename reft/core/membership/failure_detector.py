@@ -297,7 +297,10 @@ def judge_audible(each: WatchedNode, now_s: float, silence_from_s: float) -> tup
 
 
 def half_open(calls: HeartbeatChannel, answers: HeartbeatChannel, now_s: float, silence_from_s: float) -> str:
-    """Returns the fault of a link that works in one direction; empty if there is none."""
+    """Returns the fault of a link that works in one direction.
+
+    The text is empty if there is none.
+    """
     if calls.last_s is None or answers.last_s is None:
         return ""
     if calls.is_silent(now_s, silence_from_s) and not answers.is_silent(now_s, silence_from_s):
