@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from reft.core.commit.round import Outcome
+from reft.core.membership.failure_detector import AgentPhase
+from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import rounds
-from reft_daemon.jobs.changes import (
-    TOLD_TO_MONITOR,
-    TOLD_TO_REPORTS,
-    TOLD_TO_SENDERS,
-    ChangeKind,
-    ChangeQueue,
-    JobChange,
-)
+from reft_daemon.jobs import epochs, rounds, trainers
+from reft_daemon.jobs.changes import ChangeKind, ChangeQueue, JobChange
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import Lease
+from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
 from reft_daemon.registry import Registry
-from tests.support.jobs import registry_of
+from tests.support.jobs import Trainer, registry_of
 
 RANKS, OUTCOME, EPOCH, AGENT = ChangeKind
 
@@ -136,17 +134,19 @@ async def told_all(registry: Registry) -> None:
     assert not len(registry.changes)
 
 
-@pytest.mark.parametrize("kind", ChangeKind)
-def test_each_kind_is_told_to_those_of_the_table(registry, kind):
+@pytest.mark.parametrize(
+    ("kind", "senders", "monitor", "reports"),
+    [(RANKS, True, True, False), (OUTCOME, True, True, True), (EPOCH, False, False, True), (AGENT, False, True, False)],
+)
+def test_each_kind_is_told_to_those_of_the_table(registry, kind, senders, monitor, reports):
     async def run() -> None:
         job, told = job_in(registry), Told(registry)
         told.replicate("job")
         news, consumer = job.news, asyncio.ensure_future(registry.tell_changes())
         registry.changes.put("job", kind)
         await told_all(registry)
-        assert bool(told.wakes) is (kind in TOLD_TO_SENDERS)
-        assert bool(told.looks) is (kind in TOLD_TO_MONITOR)
-        assert news.is_set() is (kind in TOLD_TO_REPORTS) and not job.news.is_set()
+        assert (bool(told.wakes), bool(told.looks), news.is_set()) == (senders, monitor, reports)
+        assert not job.news.is_set(), "later reports wait for later news"
         registry.changes.close()
         await consumer
 
@@ -228,6 +228,37 @@ def test_the_registry_ends_its_consumer(registry):
         await asyncio.sleep(0)
         await registry.close(purge=False)
         await asyncio.wait_for(consumer, 20)
+
+    asyncio.run(run())
+
+
+def test_decisions_and_ends_put_their_changes(registry):
+    async def run() -> None:
+        job = job_in(registry)
+        request = pb.DecideRequest(manifest=job.record.manifest, node_index=1, decision=pb.Decision())
+        epochs.decide(job, request, [])
+        assert not len(registry.changes), "the decision is in force already"
+        request.decision.epoch.counter = 1
+        epochs.decide(job, request, [])
+        assert await take_all(registry.changes) == [JobChange("job", EPOCH)]
+        process = Process(os.getpid(), stat_of(os.getpid()).start)
+        trainers.watch(job, 0, Lease(process, 1))
+        assert not len(registry.changes)
+        trainers.release(job, pb.ReleaseRequest(epoch=request.decision.epoch, rank=0))
+        assert await take_all(registry.changes) == [JobChange("job", RANKS)]
+
+    asyncio.run(run())
+
+
+def test_the_end_of_an_agent_puts_its_change():
+    async def run() -> None:
+        view = MembershipView("launch", 1, bytes(32), {"n": pb.Node(id="n")})
+        changes, child = ChangeQueue(), Trainer()
+        monitor = JobMonitor("run", "n", view, changes)
+        monitor.agent_beat(child.pid, AgentPhase.TRAINING, None)
+        child.kill()
+        assert await asyncio.wait_for(changes.take(), 20) == JobChange("run", AGENT)
+        assert monitor.own_report(None).reason == f"its agent, process {child.pid}, has ended."
 
     asyncio.run(run())
 
