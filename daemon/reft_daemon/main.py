@@ -175,6 +175,7 @@ async def serve(settings: DaemonSettings) -> None:
 
     add_services(tcp_server)
     registry.adopt()
+    telling = asyncio.ensure_future(registry.tell_changes())
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     await socket_keeper.open(registry, add_services)
     await tcp_server.start()
@@ -192,6 +193,7 @@ async def serve(settings: DaemonSettings) -> None:
     await _until_stopped(registry, socket_keeper.watch(registry, add_services), settings.idle_exit_s, settings.tls)
     await asyncio.gather(tcp_server.stop(GRACE_S), socket_keeper.close(GRACE_S))
     await registry.close(settings.purge)
+    await telling
     arena.close()
     socket_keeper.release()
 

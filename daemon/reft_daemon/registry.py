@@ -24,7 +24,9 @@ from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import UNLINKED, Arena, SlotFile
+from reft_daemon.jobs import epochs, leasing, persistence
 from reft_daemon.jobs.capsule_replication import holders_of
+from reft_daemon.jobs.changes import TOLD_TO_MONITOR, TOLD_TO_REPORTS, TOLD_TO_SENDERS, ChangeQueue, JobChange
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.membership.heartbeats import HeartbeatService
 from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, PeerChannels, RoundReplicator, reason_of
@@ -55,8 +57,7 @@ class RetentionTimes(NamedTuple):
 
         On nodes without ranks of the job, the job counts as failed.
         """
-        is_closed = bool(job.leases) and all(lease.closed for lease in job.leases.values())
-        return self.failed if job.record.manifest.named and not is_closed else self.ended
+        return self.failed if job.record.manifest.named and not job.are_all_closed else self.ended
 
 
 class Registry:
@@ -84,8 +85,9 @@ class Registry:
         self._ttl_s = ttl_s
         self._failpoints = failpoints
         self.jobs: dict[str, JobRecord] = {}
+        self.changes = ChangeQueue()
         self._replicators: dict[str, RoundReplicator] = {}
-        self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, kills_hung)
+        self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, self.changes, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()
         # jobs whose slot files somebody removed, as already logged
@@ -111,14 +113,12 @@ class Registry:
     def adopt(self) -> None:
         """Takes over the jobs that an earlier daemon left in the arena."""
         for record in self.arena.records():
-            job = self.jobs[record.manifest.job] = JobRecord(self.arena, record, self.wake)
-            job.degraded.start_epoch(record)
-            job.adopt()
+            job = self.jobs[record.manifest.job] = JobRecord(self.arena, record, self.changes)
+            epochs.adopt(job)
             self._start_replicator(job)
             if job.is_live:
-                self.heartbeat_service.note_decision(job)
-            self.wake(job)  # the slots may hold news for the other nodes
-            log.info("job=%s adopted slots=%d bytes=%d", job.id, len(job.slots), job.held_bytes)
+                self.heartbeat_service.monitors.note_decision(job)
+            log.info("job=%s adopted slots=%d bytes=%d", job.id, len(job.slots.current), job.held_bytes)
 
     def get(self, name: str) -> JobRecord:
         """Returns the job of that name.
@@ -144,7 +144,7 @@ class Registry:
         if name not in self.jobs:
             if len(self.jobs) >= JOBS_MAX:
                 raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
-            self.jobs[name] = JobRecord(self.arena, pb.JobRecord(manifest=manifest), self.wake)
+            self.jobs[name] = JobRecord(self.arena, pb.JobRecord(manifest=manifest), self.changes)
         job = self.jobs[name]
         known_token = job.record.manifest.token
         if known_token and known_token != manifest.token:
@@ -152,14 +152,11 @@ class Registry:
                 f"this daemon holds job {name} with another token.",
                 "choose another name, or free the old job with reft-cli purge",
             )
-        is_new = not job.record.HasField("decision") or job.epoch != messages.epoch_from(request.decision.epoch)
-        job.decide(request, holders)
-        if is_new:
-            job.degraded.start_epoch(job.record)
+        epochs.decide(job, request, holders)
         if name in self._replicators:
             self._replicators.pop(name).close()
         self._start_replicator(job)
-        self.heartbeat_service.note_decision(job)
+        self.heartbeat_service.monitors.note_decision(job)
 
     async def secure(self, request: pb.SecureRequest) -> None:
         """Sends the capsules of the decision's base to this node's holders.
@@ -179,7 +176,7 @@ class Registry:
         base = messages.decision_from(job.record.decision).base
         if base is None:
             return
-        batches = job.capsule_replication.batches_of_version(job.all_slots.values(), base)
+        batches = job.capsule_replication.batches_of_version(job.slots.all.values(), base)
         nodes, token, stub = job.record.manifest.nodes, job.record.manifest.token, pb_grpc.PeerStub
 
         async def send_to(holder: int) -> None:
@@ -199,13 +196,24 @@ class Registry:
         if job.record.HasField("decision"):
             self._replicators[job.id] = RoundReplicator(job, self.peers, self._failpoints)
 
-    def wake(self, job: JobRecord) -> None:
-        """Tells a job's other nodes the state of the round and of this node's ranks."""
-        if job.round is not None:
-            job.degraded.note_whole(job.round.outcome.whole)
-        if job.id in self._replicators:
-            self._replicators[job.id].wake()
-        self.heartbeat_service.wake(job.id)
+    async def tell_changes(self) -> None:
+        """Tells the changes of jobs, one after the other, until `close`.
+
+        It is the only consumer of the queue.
+        """
+        while change := await self.changes.take():
+            try:
+                self._tell(change)
+            except Exception:  # a bug that one job meets must not stop the rounds of the others
+                log.exception("job=%s a change can't be told", change.job)
+
+    def _tell(self, change: JobChange) -> None:
+        if change.kinds & TOLD_TO_REPORTS and change.job in self.jobs:
+            self.jobs[change.job].wake_waiting_reports()
+        if change.kinds & TOLD_TO_SENDERS and change.job in self._replicators:
+            self._replicators[change.job].wake()
+        if change.kinds & TOLD_TO_MONITOR:
+            self.heartbeat_service.look(change.job)
 
     async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
         """Returns slots for a rank.
@@ -215,7 +223,7 @@ class Registry:
         job = self.get(request.job)
         while True:
             try:
-                return await job.lease(request)
+                return await leasing.lease(job, request)
             except NoRoom:
                 ended = [
                     j for j in self.jobs.values() if j is not job and not j.is_live and not j.record.manifest.named
@@ -234,8 +242,8 @@ class Registry:
         if name in self._replicators:
             self._replicators.pop(name).close()
         del self.jobs[name]
-        self.heartbeat_service.forget(name)
-        return job.free()
+        self.heartbeat_service.monitors.forget(name)
+        return persistence.free(job)
 
     async def expire_for_ever(self, idle_exit_s: float) -> None:
         """Drops jobs whose time to live is over.
@@ -261,7 +269,7 @@ class Registry:
             await asyncio.sleep(max(PAUSE_S, min(1.0, *(each / 4 for each in self._ttl_s), idle_exit_s / 4 or 1.0)))
 
     def _notice_removed_files(self) -> None:
-        unlinked = {job.id for job in self.jobs.values() if job.backing == UNLINKED}
+        unlinked = {job.id for job in self.jobs.values() if job.slots.backing == UNLINKED}
         for name in unlinked - self._jobs_with_removed_files:
             log.error(
                 "job=%s: somebody has removed slot files of this job from %s. Training and snapshots continue, but the "
@@ -274,6 +282,7 @@ class Registry:
 
     async def close(self, purge: bool) -> None:
         """Stops all work. The slots stay for the next daemon unless `purge` is set."""
+        self.changes.close()
         for replicator in self._replicators.values():
             replicator.close()
         if purge:

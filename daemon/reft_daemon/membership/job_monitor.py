@@ -2,7 +2,7 @@
 
     agent's first beat of a round ─┐
     decision of an attach ─────────┴► membership view: the nodes of the job, and their common token
-    beats, deaths, steps ──► facts ─► FailureDetector ─► signals; `news` is set when one changed
+    beats, deaths, steps ──► facts ─► FailureDetector ─► signals; `announced` wakes agents
 
 A view belongs to (launch, round) of the agents. Under another launcher than torchrun with reft
 there are no agents; then the launch is empty, and the round is the attach's epoch. A new view
@@ -12,10 +12,9 @@ replaces the old one completely: reports of the old view don't count in the new 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from reft.core.membership.failure_detector import (
@@ -26,16 +25,19 @@ from reft.core.membership.failure_detector import (
     NodeReport,
     Signal,
     SignalChange,
+    WatchedNode,
     self_report,
 )
 from reft.core.membership.log_debounce import SignalLog
-from reft.core.membership.progress import Stall, StepProgress, laggard
+from reft.core.membership.progress import Stall
 from reft.core.recovery.survey_timeout import GivenUpNodes
 from reft.errors import AttachError, StaleEpoch
-from reft.wire.process import Process, stat_of
+from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.jobs.changes import ChangeKind, ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.jobs.leases import Lease, ProcessWatch
+from reft_daemon.membership.agent_process import AgentProcess
+from reft_daemon.membership.rank_progress import RankProgress, awaited_stall, stall_to_kill
 
 log = logging.getLogger("reft.daemon")
 LATE_SHOWN_S = 3.0
@@ -44,8 +46,25 @@ TICK_S = 0.1
 # a slow rendezvous is no loss
 LEFT_BEHIND_S = 5.0
 LINGER_S = 60.0  # after the end of the last trainer and the agent's last beat
-# after a rank was found to make no progress; by then other nodes have reported their ranks
-KILL_AFTER_S = 1.0
+
+
+class SignalNews:
+    """Wakes the agents that wait for changes of signals.
+
+    Attributes:
+        version: grows with each announcement; starts above all versions of an earlier daemon.
+        event: set, and replaced, at each announcement.
+    """
+
+    def __init__(self) -> None:
+        self.version = time.time_ns()
+        self.event = asyncio.Event()
+
+    def announce(self) -> None:
+        """Wakes everybody who waits."""
+        self.version += 1
+        self.event.set()
+        self.event = asyncio.Event()
 
 
 @dataclass(frozen=True)
@@ -65,77 +84,43 @@ class MembershipView:
     nodes: dict[str, pb.Node]
 
 
-@dataclass
-class AgentProcess:
-    """This node's torchrun agent.
-
-    Attributes:
-        pid: process id.
-        phase: the phase in the agent's last beat; DEAD if the agent has ended without FINISHED.
-        last_s: time of the last beat.
-        watch: None if the process can't be watched, or has ended.
-    """
-
-    pid: int
-    phase: AgentPhase
-    last_s: float
-    watch: ProcessWatch | None = None
-
-
 class JobMonitor:
     """Watches one job on this node, see the module.
 
+    This daemon's record of the job is an argument where it is needed: None before the first attach.
+
     Args:
-        job: name of the job.
+        name: name of the job, as its agents or trainers know it.
         own: id of this node.
         view: the first membership view.
-        find_record: launch → this daemon's record of the job; None before the first attach.
-        on_final: called at once when a node's signal becomes final.
+        changes: where the agent's end is put.
+        job: this daemon's record of the job.
     """
 
     def __init__(
-        self,
-        job: str,
-        own: str,
-        view: MembershipView,
-        find_record: Callable[[str], JobRecord | None],
-        on_final: Callable[[JobMonitor], None],
+        self, name: str, own: str, view: MembershipView, changes: ChangeQueue, job: JobRecord | None = None
     ) -> None:
-        self.job = job
+        self.name = name
         self.view, self._own = view, own
-        self._find_record = find_record
-        self._on_final = on_final
+        self._changes = changes
         self._agent: AgentProcess | None = None
-        self.version = time.time_ns()  # starts above all versions of an earlier daemon
-        self.news = asyncio.Event()
+        self.announced = SignalNews()
         self._last_look_s = time.monotonic()
         self._last_delay = (0.0, 0.0)  # this daemon's last long delay: seconds, and when it was noticed
         self._left_behind: tuple[float, str] | None = None
-        self._progress_of: dict[int, StepProgress] = {}
+        self._progress = RankProgress()
         self._active_s = time.monotonic()
         # trainers whose death says nothing about this view
         self._ignored_trainers: frozenset[Process] = frozenset()
         self.given_up = GivenUpNodes(view.launch, view.round)
-        self._set_view(view, self._trainers(lambda lease: lease.watch is None))
+        self._set_view(view, trainers_of(job, False))
 
-    def start_view(self, view: MembershipView) -> None:
+    def start_view(self, view: MembershipView, job: JobRecord | None) -> None:
         """Starts a new membership view. Everything is forgotten, except which nodes were lost."""
         self.given_up = self.given_up.next(view.launch, view.round, view.nodes, self.detector.lost())
         # An agent announces a round before its workers attach. So the trainers that are here now
         # were ended for that round.
-        self._set_view(view, self._trainers(lambda lease: bool(view.launch) or lease.watch is None))
-
-    @property
-    def _job_record(self) -> JobRecord | None:
-        return self._find_record(self.view.launch)
-
-    def _trainers(self, condition: Callable[[Lease], bool]) -> frozenset[Process]:
-        job_record = self._job_record
-        return (
-            frozenset(each.process for each in job_record.leases.values() if condition(each))
-            if job_record
-            else frozenset()
-        )
+        self._set_view(view, trainers_of(job, bool(view.launch)))
 
     def _set_view(self, view: MembershipView, ignored_trainers: frozenset[Process]) -> None:
         now_s = time.monotonic()
@@ -143,46 +128,37 @@ class JobMonitor:
         self.detector = FailureDetector(self._own, {node: each.name for node, each in view.nodes.items()}, now_s)
         self._signal_log = SignalLog(self.detector)
         self._left_behind = None
-        self._progress_of.clear()
+        self._progress.forget()
         self._active_s = now_s
-        self._wake_listeners()
-        log.info("job=%s watched launch=%s round=%d nodes=%d", self.job, view.launch, view.round, len(view.nodes))
+        self.announced.announce()
+        log.info("job=%s watched launch=%s round=%d nodes=%d", self.name, view.launch, view.round, len(view.nodes))
 
     # What is heard
 
-    def agent_beat(self, pid: int, phase: AgentPhase) -> None:
-        """Takes a beat of this node's own agent."""
+    def agent_beat(self, pid: int, phase: AgentPhase, job: JobRecord | None) -> bool:
+        """Takes a beat of this node's own agent; True if a signal became final."""
         now_s = time.monotonic()
         if self._agent is None or self._agent.pid != pid:
             self._forget_agent()
             self._agent = AgentProcess(pid, phase, now_s)
-        if self._agent.watch is None:
-            self._agent.watch = self._watch_agent(pid)
+        if not self._agent.is_alive:
+            self._agent.begin_watch(self._note_agent_end)
         self._agent.phase, self._agent.last_s = phase, now_s
-        self.look(now_s)
+        return self.look(now_s, job)
 
     def has_other_agent(self, pid: int) -> bool:
         """Whether a living agent with another pid works for this job here."""
-        return self._agent is not None and self._agent.pid != pid and self._agent.watch is not None
+        return self._agent is not None and self._agent.pid != pid and self._agent.is_alive
 
-    def _watch_agent(self, pid: int) -> ProcessWatch | None:
-        try:
-            stat = stat_of(pid)
-            return ProcessWatch(Process(pid, stat.start), self._agent_ended) if stat else None
-        except OSError:  # the next beat tries again
-            return None
-
-    def _agent_ended(self) -> None:
+    def _note_agent_end(self) -> None:
         if self._agent is not None:
-            self._agent.watch = None
-            if self._agent.phase is not AgentPhase.FINISHED:
-                self._agent.phase = AgentPhase.DEAD
-            log.info("job=%s agent pid=%d has ended", self.job, self._agent.pid)
-        self.look(time.monotonic())
+            self._agent.note_end()
+            log.info("job=%s agent pid=%d has ended", self.name, self._agent.pid)
+        self._changes.put(self.name, ChangeKind.AGENT)
 
     def _forget_agent(self) -> None:
-        if self._agent is not None and self._agent.watch is not None:
-            self._agent.watch.close()
+        if self._agent is not None:
+            self._agent.close()
         self._agent = None
 
     def note_alive(self, node: str) -> None:
@@ -199,9 +175,9 @@ class JobMonitor:
             AttachError: the message is of another launch.
         """
         if launch != self.view.launch:
-            raise AttachError(f"job {self.job} is watched for launch {self.view.launch!r} here, not for {launch!r}.")
+            raise AttachError(f"job {self.name} is watched for launch {self.view.launch!r} here, not for {launch!r}.")
         if round < self.view.round:
-            raise StaleEpoch(f"round {round} of job {self.job} is over; round {self.view.round} has begun.")
+            raise StaleEpoch(f"round {round} of job {self.name} is over; round {self.view.round} has begun.")
         return round == self.view.round
 
     def note_left_behind(self, reason: str) -> None:
@@ -210,26 +186,29 @@ class JobMonitor:
 
     def note_attach(self) -> None:
         """Forgets the ranks' usual step times: a new attach within this view may change them."""
-        self._progress_of.clear()
+        self._progress.forget()
 
     # What follows
 
-    def look(self, now_s: float) -> None:
-        """Judges all nodes anew, and publishes changes. Called every TICK_S, and at news.
+    def look(self, now_s: float, job: JobRecord | None) -> bool:
+        """Judges all nodes anew, and publishes changes; True if a signal became final.
 
-        Each call finds out whether this daemon itself was late. After this daemon was stopped, its
-        first call may come from a waiting message, such as its own agent's beat. Without this check
-        all nodes would look silent.
+        Called every TICK_S, and at news. Each call finds out whether this daemon itself was late.
+        After this daemon was stopped, its first call may come from a waiting message, such as its
+        own agent's beat. Without this check all nodes would look silent.
         """
         late_s, self._last_look_s = now_s - self._last_look_s - TICK_S, now_s
         if late_s > LATE_S:
             self._last_delay = (late_s, now_s)
-        facts = self._facts(now_s)
+        facts = self._facts(now_s, job)
         changes = self.detector.look(now_s, late_s, self_report(self._own, facts), facts.stall is not None)
-        self.publish(changes)
+        return self.publish(changes)
 
-    def publish(self, changes: Iterable[SignalChange]) -> None:
-        """Publishes changes of signals to agents and to the log."""
+    def publish(self, changes: Iterable[SignalChange]) -> bool:
+        """Publishes changes of signals to agents and to the log.
+
+        The result is True if a signal became final: other nodes must hear of it at once.
+        """
         news = [change for change in changes if change.is_news]
         now_s = time.monotonic()
         self._signal_log.heard(news, now_s)
@@ -237,30 +216,22 @@ class JobMonitor:
             member = self.detector.members[change.node]
             level = logging.INFO if change.after in (Signal.HEALTHY, Signal.COMPLETED) else logging.WARNING
             reason = f": {member.reason}" if member.reason else ""
-            log.log(level, "job=%s node=%s %s -> %s%s", self.job, member.name, change.before.name, change.after.name,
+            log.log(level, "job=%s node=%s %s -> %s%s", self.name, member.name, change.before.name, change.after.name,
                     reason)  # fmt: skip
         if news:
-            self._wake_listeners()
-        if any(change.after.is_final for change in news):
-            self._on_final(self)
+            self.announced.announce()
+        return any(change.after.is_final for change in news)
 
-    def _wake_listeners(self) -> None:
-        self.version += 1
-        self.news.set()
-        self.news = asyncio.Event()
+    def own_report(self, job: JobRecord | None) -> NodeReport:
+        """Returns this node's report on itself, as of now."""
+        return self_report(self._own, self._facts(time.monotonic(), job))
 
-    @property
-    def own_report(self) -> NodeReport:
-        """This node's report on itself, as of now."""
-        return self_report(self._own, self._facts(time.monotonic()))
-
-    def _facts(self, now_s: float) -> NodeFacts:
-        job = self._job_record
+    def _facts(self, now_s: float, job: JobRecord | None) -> NodeFacts:
         agent = self._agent
         leases = {} if job is None else {rank: job.leases[rank] for rank in job.ranks if rank in job.leases}
         late_s, late_at_s = self._last_delay
-        stall = self._stall(job, now_s)
-        awaited = self._awaited_stall(stall) if stall else None
+        stall = self._progress.stall(job.leases, now_s) if job is not None else None
+        awaited = awaited_stall(stall, self._others()) if stall else None
         is_left_behind = self._left_behind is not None and now_s - self._left_behind[0] > LEFT_BEHIND_S
         return NodeFacts(
             died=tuple(
@@ -278,52 +249,18 @@ class JobMonitor:
             left_behind=self._left_behind[1] if self._left_behind and is_left_behind else "",
         )  # fmt: skip
 
-    def _stall(self, job_record: JobRecord | None, now_s: float) -> Stall | None:
-        """Returns the rank of this node that delays the others; None if all make progress."""
-        if job_record is None:
-            return None
-        stalls = []
-        for rank, lease in job_record.leases.items():
-            progress = self._progress_of.setdefault(rank, StepProgress())
-            progress.saw(lease.step, now_s)
-            still_s = progress.stands_still_s(now_s)
-            if still_s is not None and lease.watch is not None:
-                stalls.append(
-                    Stall(rank, progress.step, still_s, progress.usual_s or 0.0, _is_stopped(lease.process.pid))
-                )
-        return laggard(stalls)
+    def _others(self) -> list[WatchedNode]:
+        return [each for node, each in self.detector.members.items() if node != self._own]
 
-    def _awaited_stall(self, own: Stall) -> Stall:
-        """Returns the stall that the whole job waits for, as far as this node knows.
+    def to_kill(self, job: JobRecord | None) -> Stall | None:
+        """Returns the local rank to kill, see `stall_to_kill`."""
+        own_stall = self.own_report(job).stall
+        return stall_to_kill(own_stall, self.detector.members[self._own], self._others(), time.monotonic())
 
-        It compares the ranks of this node with those that other nodes reported.
-        """
-        reports = [each.word for node, each in self.detector.members.items() if node != self._own]
-        return laggard([own, *(word.stall for word in reports if word is not None and word.stall is not None)]) or own
-
-    def to_kill(self) -> Stall | None:
-        """Returns the local rank that has kept the whole job waiting for long enough.
-
-        None if the job waits for another node's rank, or for none.
-        """
-        own_node = self.detector.members[self._own]
-        own_stall = self.own_report.stall
-        if (
-            own_stall is None
-            or own_node.signal is not Signal.SUSPECT
-            or time.monotonic() - own_node.since_s < KILL_AFTER_S
-        ):
-            return None
-        other_signals = (each.signal for node, each in self.detector.members.items() if node != self._own)
-        if any(signal in (Signal.UNHEALTHY, Signal.OFFLINE) for signal in other_signals):
-            return None  # ranks here wait for that node, and the job restarts because of it
-        return own_stall if self._awaited_stall(own_stall) is own_stall else None
-
-    def is_over(self, now_s: float) -> bool:
+    def is_over(self, now_s: float, job: JobRecord | None) -> bool:
         """Returns whether the watch can end: the job has been idle on this node for LINGER_S."""
-        job_record = self._job_record
-        has_living_agent = self._agent is not None and self._agent.watch is not None
-        if has_living_agent or (job_record is not None and job_record.is_live):
+        has_living_agent = self._agent is not None and self._agent.is_alive
+        if has_living_agent or (job is not None and job.is_live):
             self._active_s = now_s
         if self._agent is not None:
             self._active_s = max(self._active_s, self._agent.last_s)
@@ -331,12 +268,10 @@ class JobMonitor:
 
     def close(self) -> None:
         self._forget_agent()
-        self._wake_listeners()
+        self.announced.announce()
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is known to be stopped, or stuck in the kernel."""
-    with contextlib.suppress(OSError):
-        stat = stat_of(pid)
-        return stat is not None and stat.state in "TtD"
-    return False
+def trainers_of(job: JobRecord | None, with_living: bool) -> frozenset[Process]:
+    """Returns the trainers of a job here: those that have ended, or all of them."""
+    leases = job.leases.values() if job is not None else ()
+    return frozenset(each.process for each in leases if with_living or each.watch is None)

@@ -36,6 +36,7 @@ from reft.wire.slot_format import Bytes
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.jobs import capsules, rounds
 from reft_daemon.jobs.job_record import JobRecord
 
 log = logging.getLogger("reft.daemon")
@@ -270,7 +271,7 @@ class RoundReplicator:
             reply = await self._call(node, "Gather", request)
             self._acknowledged_report = request
             asyncio.get_running_loop().call_later(RETRY_S, self._repeat_report, request)
-            job.hear_outcome(messages.outcome_from(reply))  # type: ignore[arg-type]
+            rounds.hear_outcome(job, messages.outcome_from(reply))  # type: ignore[arg-type]
 
     def _repeat_report(self, request: pb.GatherRequest) -> None:
         if self._acknowledged_report is request:
@@ -280,14 +281,14 @@ class RoundReplicator:
     async def _send_capsules(self, holder: int, node: pb.Node) -> None:
         """Sends the holder the capsules that it lacks, message by message, until it lacks none."""
         job = self._job
-        while records := job.capsules_for(holder):
+        while records := capsules.capsules_for(job, holder):
             if self._failpoints.hit("capsules.send"):
                 raise InjectedFault("the capsules were dropped")
             epoch, outcome = messages.epoch_to(self._epoch), job.round.outcome if job.round else Outcome()
             outcome_message = messages.outcome_to(job.id, self._epoch, outcome)
             request = pb.KeepRequest(job=job.id, epoch=epoch, capsules=records, outcome=outcome_message)
             await self._call(node, "Keep", request, KEEP_DEADLINE_S)
-            job.note_kept(holder, self._epoch, records)
+            capsules.note_kept(job, holder, self._epoch, records)
 
     async def _call(self, node: pb.Node, method: str, request: Message, deadline_s: float = DEADLINE_S) -> object:
         token = self._job.record.manifest.token

@@ -45,8 +45,9 @@ from reft.wire.slot_format import PAGE, Geometry, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import SlotFile, next_names
-from reft_daemon.jobs import slot_reads
+from reft_daemon.jobs import capsules, slot_reads, trainers
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.persistence import save
 from reft_daemon.peers.round_replicator import reason_of
 from reft_daemon.registry import Registry
 
@@ -128,10 +129,10 @@ class Rebuild:
         finally:
             self._drop_unsealed(job, lost, is_new)
         job.record.had_whole = True
-        job.save()
+        save(job)
         for each in lost:
             # no slot is LANDED here; the call only reports the sealed slots to the round
-            await job.seal_landed(each.rank)
+            await trainers.seal_landed(job, each.rank)
             log.info("job=%s rank=%d rebuilt %s", name, each.rank, self.version)
         return pb.RebuildReply(slots=headers, read_bytes=self._read_bytes)
 
@@ -209,7 +210,7 @@ class Rebuild:
 
     async def _request_capsule(self, job: JobRecord, node: pb.Node, rank: int) -> pb.CapsuleRecord | None:
         if self._is_here(node):
-            return job.capsule(rank, self.version)
+            return capsules.capsule(job, rank, self.version)
         capsule_request = pb.CapsuleRequest(job=job.id, rank=rank, version=self.request.version)
         token = self.request.manifest.token
         try:
@@ -243,10 +244,10 @@ class Rebuild:
     async def _make_slot(self, job: JobRecord, lost: _Lost) -> SlotFile:
         self._check_not_replaced(job)
         geometry = Geometry(max(len(lost.table), PAGE), lost.data_bytes, self._chunk_bytes)
-        (slot,) = await job.allocator.create(lost.rank, next_names(job.all_slots, lost.rank, 1), geometry, [])
+        (slot,) = await job.allocator.create(lost.rank, next_names(job.slots.all, lost.rank, 1), geometry, [])
         lost.slot = slot
         # a draft until it is sealed: an attach that comes meanwhile must not lease it
-        job.drafts[slot.name] = slot
+        job.slots.drafts[slot.name] = slot
         return slot
 
     @property
@@ -380,7 +381,9 @@ class Rebuild:
         slot.map.landed()
         slot.map.sealed(np.frombuffer(lost.record.digests, "<u8"))
         # A rank of another lost node does not train here, so its slot is only held.
-        (job.slots if lost.rank in job.ranks else job.retired)[slot.name] = job.drafts.pop(slot.name)
+        (job.slots.current if lost.rank in job.ranks else job.slots.retired)[slot.name] = job.slots.drafts.pop(
+            slot.name
+        )
         return pb.SlotHeader(
             rank=lost.rank,
             slot=slot.name,
@@ -410,11 +413,11 @@ class Rebuild:
         is_held = self.registry.jobs.get(job.id) is job
         for each in lost:
             slot = each.slot
-            if slot is None or slot.name not in job.drafts:
+            if slot is None or slot.name not in job.slots.drafts:
                 continue  # finished, or freed together with the job
             slot.map.empty()
-            self.registry.arena.free(job.drafts.pop(slot.name))
-        if is_new and is_held and not job.all_slots and job.epoch == messages.epoch_from(self.request.decision.epoch):
+            self.registry.arena.free(job.slots.drafts.pop(slot.name))
+        if is_new and is_held and not job.slots.all and job.epoch == messages.epoch_from(self.request.decision.epoch):
             self.registry.purge(job.id)
 
 

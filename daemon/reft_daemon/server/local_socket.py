@@ -5,7 +5,7 @@ The protocol is in `reft.wire.local_socket`.
     listener ── accept, own user only ──► newcomer ── first request ──► caller ──► it leaves
                                              └── DEADLINE_S ──► dropped
 
-All work is done in callbacks of the event loop on raw sockets: asyncio's transports can't pass
+Requests are handled in callbacks of the event loop on raw sockets: asyncio's transports can't pass
 descriptors. No callback waits.
 
 * A connection's requests are handled in order. There are three kinds: "report", "slots" and "who".
@@ -13,8 +13,9 @@ descriptors. No callback waits.
   "slots" and "who" are answered at once.
 * A report is answered once: when its newest step is decided, or when its waiting time is over. A
   step is decided once the round has said that the step is whole or void. One reply may answer
-  several reports. A connection checks its waiting reports when a report arrives, when the round has
-  news, and when the oldest report's time is over.
+  several reports. A connection checks its waiting reports when a report arrives, when its job has
+  news (see `reft_daemon.jobs.changes`), and when the oldest report's time is over. For the news a
+  connection has one task, from its first report that must wait.
 * There are at most CONNECTIONS_MAX newcomers. More callers wait in the kernel. A newcomer that
   sends nothing is dropped after DEADLINE_S, and the next caller gets its place. A trainer that has
   reported is no newcomer. So only the limit of descriptors bounds the number of trainers.
@@ -50,6 +51,7 @@ from reft.wire.process import stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
+from reft_daemon.jobs import rounds, trainers
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.registry import Registry, UnknownJob
 
@@ -146,6 +148,7 @@ class _Connection:
         self._report = pb.ReportRequest()  # the newest report
         self._waiting: list[_WaitingReport] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._following: asyncio.Task[None] | None = None  # from the first report that waits
         why = f"no request arrived within {DEADLINE_S:g} s"
         self._deadline: asyncio.TimerHandle | None = self._loop.call_later(DEADLINE_S, self._drop, why)
         self._loop.add_reader(connection, self._read)
@@ -219,7 +222,7 @@ class _Connection:
         self._socket.close()
         close_all(self._received)
         self._waiting.clear()
-        self._listen_to(None)
+        self._follow(None)
         for timer in (self._timer, self._deadline):
             if timer is not None:
                 timer.cancel()
@@ -274,7 +277,7 @@ class _Connection:
             return self._take_back(job, request)
         # A lease says that this trainer is the rank's trainer now. With a lease, the trainer may
         # also read the slots of its job's other ranks on this node; else only its own rank's.
-        slots = job.all_slots
+        slots = job.slots.all
         ranks = {slot.rank for slot in slots.values()} if request.rank in job.leases else {request.rank}
         unknown = [name for name in request.slots if name not in slots or slots[name].rank not in ranks]
         if unknown or not 0 < len(request.slots) <= DESCRIPTORS_MAX:
@@ -293,7 +296,7 @@ class _Connection:
         for name in request.returned:
             slot = self._server.registry.arena.take_back(job.id, request.rank, name, self._received[0])
             self._received.pop(0)
-            job.take_back(slot)
+            trainers.take_back(job, slot)
         self._send(pb.LocalReply(calls=1, descriptors=0))
 
     # Reports
@@ -302,23 +305,39 @@ class _Connection:
         if len(self._waiting) >= WAITING_MAX:
             raise ValueError(f"{WAITING_MAX} of its reports wait for a reply")
         job = self._server.registry.get(report.job)
-        self._listen_to(job)
-        job.report(report)
+        rounds.report(job, report)
+        self._follow(job)
         self._report = report
         # -1: the report names no step. Such a report is answered at once.
         newest = report.steps.until if report.steps.HasField("until") else -1
         self._waiting.append(_WaitingReport(newest, self._loop.time() + min(report.wait_ms / 1000, WAIT_MAX_S)))
         self._answer_reports()
+        if self._waiting and self._following is None:
+            self._following = asyncio.ensure_future(self._answer_at_news(job, job.news))
 
-    def _listen_to(self, job: JobRecord | None) -> None:
-        """Calls `_answer_reports` at the news of that job from now on."""
-        if job is self._job:
-            return
-        if self._job is not None:
-            self._job.listeners.discard(self._answer_reports)
-        if job is not None:
-            job.listeners.add(self._answer_reports)
+    def _follow(self, job: JobRecord | None) -> None:
+        """Waits for the news of that job from now on, and of no other."""
+        if job is not self._job and self._following is not None:
+            self._following.cancel()
+            self._following = None
         self._job = job
+
+    async def _answer_at_news(self, job: JobRecord, news: asyncio.Event) -> None:
+        """Checks the waiting reports at all news of a job that come from now on.
+
+        Args:
+            job: the job.
+            news: the job's event at the time of the call. When the task begins to run, the event
+                may be set and replaced already.
+        """
+        while True:
+            await news.wait()
+            news = job.news
+            try:
+                self._answer_reports()
+            except Exception:
+                self._end()  # the trainer connects again and repeats what was lost
+                raise
 
     def _answer_reports(self) -> None:
         """Answers the reports whose newest step is decided, or whose waiting time is over."""
@@ -344,7 +363,7 @@ class _Connection:
 
 
 def _report_reply(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply:
-    has_slots = any(slot.rank == rank for slot in job.slots.values())
+    has_slots = bool(job.slots.current_of_rank(rank))
     return pb.ReportReply(
         whole=outcome.whole, until=outcome.until, open=outcome.open, mismatched=outcome.mismatched,
         slots_missing=not has_slots, every=outcome.interval.every, interval_start=outcome.interval.start,

@@ -21,10 +21,11 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
-from reft_daemon.jobs import slot_reads
+from reft_daemon.arena.headers import header_messages, sealed_versions
+from reft_daemon.jobs import capsules, rounds, slot_reads, trainers
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import FENCE_DEADLINE_S
-from reft_daemon.membership.heartbeats import JobNotWatched
+from reft_daemon.membership.monitors import JobNotWatched
 from reft_daemon.peers.round_replicator import reason_of
 from reft_daemon.peers.survey_dedup import clear_known_manifests, digests_of, without_repeats
 from reft_daemon.rebuild.rebuild import Rebuild
@@ -114,7 +115,7 @@ async def authorise_agents(registry: Registry, name: str, context: Context) -> N
     """
     if _is_local(context):
         return
-    token = registry.heartbeat_service.token(name)
+    token = registry.heartbeat_service.monitors.token(name)
     if not token or not rpc.has_token(context.invocation_metadata(), token):
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the token of the job's agents")
 
@@ -155,9 +156,9 @@ class DaemonService(pb_grpc.DaemonServicer):
         if job is None:
             return reply
         if request.end_orphans:
-            await job.end_orphans(request.launch, request.pids)
+            await trainers.end_orphans(job, request.launch, request.pids)
         reply.manifest.CopyFrom(job.record.manifest)
-        reply.slots.extend(job.headers())
+        reply.slots.extend(header_messages(job.id, job.slots.all.values()))
         reply.capsules.extend(job.capsule_replication.store.headers())
         reply.had_whole = job.record.had_whole
         reply.trained_s, reply.failed = job.trained_s, job.has_failed
@@ -173,7 +174,9 @@ class DaemonService(pb_grpc.DaemonServicer):
         await authorise(self._registry, request.job, context)
         record = self._registry.get(request.job).record
         heartbeat_service, has_round = self._registry.heartbeat_service, request.HasField("round")
-        given_up_s = heartbeat_service.given_up_s(request.job, request.launch, request.round) if has_round else {}
+        given_up_s = (
+            heartbeat_service.monitors.given_up_s(request.job, request.launch, request.round) if has_round else {}
+        )
         patience = {node.id: survey_timeout_s(given_up_s.get(node.id), request.again) for node in request.nodes}
         token, known = record.manifest.token, digests_of(record)
         calls = (self._survey(node, token, request, known, patience[node.id]) for node in request.nodes)
@@ -223,7 +226,7 @@ class DaemonService(pb_grpc.DaemonServicer):
                     node, token, pb_grpc.DaemonStub, "FetchCapsule", passed, context.time_remaining()
                 )
         version = messages.version_from(request.version)
-        record = self._registry.get(request.job).capsule(request.rank, version)
+        record = capsules.capsule(self._registry.get(request.job), request.rank, version)
         if record is None:
             message = f"no capsule of rank {request.rank}, {version}, of job {request.job} here"
             await context.abort(grpc.StatusCode.NOT_FOUND, message)
@@ -241,7 +244,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         _check_sizes(request)
         slots = await self._registry.lease(request)
         leased = [pb.LeasedSlot(name=slot.name, file_bytes=slot.file_bytes) for slot in slots]
-        return pb.LeaseReply(slots=leased, backing=self._registry.get(request.job).backing)
+        return pb.LeaseReply(slots=leased, backing=self._registry.get(request.job).slots.backing)
 
     @translated
     async def Secure(self, request: pb.SecureRequest, context: Context) -> pb.SecureReply:
@@ -252,7 +255,7 @@ class DaemonService(pb_grpc.DaemonServicer):
     @translated
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
         await authorise(self._registry, request.job, context)
-        self._registry.get(request.job).release(request)
+        trainers.release(self._registry.get(request.job), request)
         return pb.ReleaseReply()
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Chunk]:
@@ -324,7 +327,7 @@ class DaemonService(pb_grpc.DaemonServicer):
     @translated
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         await authorise(self._registry, request.job, context)
-        registry = self._registry
+        registry, beats = self._registry, self._registry.heartbeat_service.sender
         if request.job:
             registry.get(request.job)
         jobs = [job for job in registry.jobs.values() if not request.job or job.id == request.job]
@@ -339,7 +342,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             directory=str(registry.arena.folder), jobs=statuses, domain=self._identity.domain,
             round_bytes_sent=registry.peers.sent["Gather"] + registry.peers.sent["Announce"],
             capsule_bytes_sent=registry.peers.sent["Keep"],
-            beat_bytes_sent=registry.heartbeat_service.peers.sent["Beat"], beats_sent=registry.heartbeat_service.beats_sent,
+            beat_bytes_sent=beats.peers.sent["Beat"], beats_sent=beats.beats_sent,
             spare_bytes=registry.arena.pool.bytes, spare_limit_bytes=registry.arena.pool.want.bytes,
         )  # fmt: skip
 
@@ -388,7 +391,7 @@ class PeerService(pb_grpc.PeerServicer):
     @translated
     async def Keep(self, request: pb.KeepRequest, context: Context) -> pb.KeepReply:
         await authorise(self._registry, request.job, context)
-        self._registry.get(request.job).keep(request)
+        capsules.keep(self._registry.get(request.job), request)
         return pb.KeepReply()
 
     @translated
@@ -402,7 +405,7 @@ class PeerService(pb_grpc.PeerServicer):
         job = self._registry.get(request.job)
         job.check_epoch(request.epoch)
         try:
-            outcome = job.hear_node(request)
+            outcome = rounds.hear_node(job, request)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return messages.outcome_to(job.id, job.epoch, outcome)
@@ -412,7 +415,7 @@ class PeerService(pb_grpc.PeerServicer):
         await authorise(self._registry, request.job, context)
         job = self._registry.get(request.job)
         job.check_epoch(request.epoch)
-        job.hear_outcome(messages.outcome_from(request))
+        rounds.hear_outcome(job, messages.outcome_from(request))
         return pb.OutcomeReply()
 
 
@@ -447,7 +450,7 @@ def _check_sizes(request: pb.LeaseRequest) -> None:
 
 def _other_job(job: JobRecord) -> pb.OtherJob:
     manifest = job.record.manifest
-    sealed_sets = [set(job.sealed_versions(rank)) for rank in job.ranks]
+    sealed_sets = [set(sealed_versions(job.id, job.slots.of_rank(rank))) for rank in job.ranks]
     newest = max(set.intersection(*sealed_sets) if sealed_sets else set(), key=lambda v: v.order, default=None)
     other_job = pb.OtherJob(
         job=job.id, named=manifest.named, script=manifest.script, age_s=time.monotonic() - job.ended_s
@@ -461,7 +464,7 @@ def _status(job: JobRecord, node: str) -> pb.JobStatus:
     manifest = job.record.manifest
     status = pb.JobStatus(
         job=job.id, named=manifest.named, world=manifest.world, whole=job.round.outcome.whole if job.round else -1,
-        backing=job.backing, up_s=time.monotonic() - job.since_s, script=manifest.script,
+        backing=job.slots.backing, up_s=time.monotonic() - job.since_s, script=manifest.script,
         every=(job.round.outcome.interval.every if job.round else 0) or manifest.every,
         ranks=[_rank_status(job, rank, node) for rank in job.ranks],
         degraded=job.degraded.is_degraded, degraded_s=job.degraded.seconds,
@@ -476,12 +479,12 @@ def _status(job: JobRecord, node: str) -> pb.JobStatus:
 
 def _rank_status(job: JobRecord, rank: int, node: str) -> pb.RankStatus:
     lease = job.leases.get(rank)
-    sealed = job.sealed_versions(rank)
+    sealed = sealed_versions(job.id, job.slots.of_rank(rank))
     status = pb.RankStatus(
         rank=rank,
         node=node,
         step=lease.step if lease else -1,
-        bytes=sum(slot.file_bytes for slot in job.all_slots.values() if slot.rank == rank),
+        bytes=sum(slot.file_bytes for slot in job.slots.of_rank(rank)),
     )
     if lease:
         status.alive, status.closed = lease.watch is not None, lease.closed

@@ -244,6 +244,72 @@ def _last_heard_s(channel: HeartbeatChannel) -> float:
     return -inf if channel.last_s is None else channel.last_s
 
 
+def judge_silent(
+    each: WatchedNode, now_s: float, silence_from_s: float, is_alone: bool, is_still: bool
+) -> tuple[Signal, str, str]:
+    """Judges a node whose daemon is silent; returns the signal, kind and reason.
+
+    Args:
+        each: the node.
+        now_s: time of the judgement.
+        silence_from_s: when silence began to count.
+        is_alone: whether no other watched daemon was heard after this node.
+        is_still: whether ranks of the judging node stand still.
+    """
+    silent_s = min(channel.silent_s(now_s, silence_from_s) for channel in (each.calls, each.answers))
+    patience_s = max(each.calls.patience_s, each.answers.patience_s)
+    if each.others_s is not None and now_s - each.others_s <= patience_s:
+        return Signal.SUSPECT, "link", f"its daemon is silent, but {each.other} hears it: the link between is broken."
+    daemon_state = "gone: its address refuses calls" if each.gone else "silent"
+    knows_agent = each.agent.last_s is not None
+    if knows_agent and not each.agent.is_silent(now_s, silence_from_s):
+        return Signal.SUSPECT, f"daemon {each.gone}", f"its daemon is {daemon_state}; its agent is not: the node lives."
+    if not knows_agent and each.was_heard and not is_still:
+        return (
+            Signal.SUSPECT,
+            f"daemon {each.gone}",
+            f"its daemon is {daemon_state}; training continues, as far as is known.",
+        )
+    if is_alone and silent_s <= CUT_OFF_S:
+        return Signal.SUSPECT, "alone", "it is silent like every other: this node may be the one that is cut off."
+    silent_parts = "its daemon and its agent" if knows_agent or not each.was_heard else "its daemon"
+    still = "" if knows_agent or not each.was_heard else ", and ranks stand still"
+    return Signal.OFFLINE, "lost", f"nothing was heard of {silent_parts} for {silent_s:.1f} s{still}."
+
+
+def judge_audible(each: WatchedNode, now_s: float, silence_from_s: float) -> tuple[Signal, str, str] | None:
+    """Judges a node that is not silent; None if nothing new is known.
+
+    Arguments and result as of `judge_silent`.
+    """
+    if each.was_heard and silence_from_s > each.daemon_s:
+        return None  # this daemon was late, and has not heard the node since: no sign of life
+    if each.was_heard and (half := half_open(each.calls, each.answers, now_s, silence_from_s)):
+        return Signal.SUSPECT, "half", half
+    word = each.word
+    if word is None:
+        return (Signal.HEALTHY, "", "") if each.was_heard else None
+    if word.signal.is_final:
+        return word.signal, "told", word.reason
+    if word.reason or each.agent.last_s is None or not each.agent.is_silent(now_s, silence_from_s):
+        return word.signal, word.kind, word.reason
+    return Signal.SUSPECT, "agent", "its agent is silent, its daemon is not."
+
+
+def half_open(calls: HeartbeatChannel, answers: HeartbeatChannel, now_s: float, silence_from_s: float) -> str:
+    """Returns the fault of a link that works in one direction.
+
+    The text is empty if there is none.
+    """
+    if calls.last_s is None or answers.last_s is None:
+        return ""
+    if calls.is_silent(now_s, silence_from_s) and not answers.is_silent(now_s, silence_from_s):
+        return "the link is half open: its daemon answers, but its own calls do not arrive."
+    if answers.is_silent(now_s, silence_from_s) and not calls.is_silent(now_s, silence_from_s):
+        return "the link is half open: its daemon calls, but does not answer."
+    return ""
+
+
 @dataclass(frozen=True)
 class SignalChange:
     """A change of a node's signal, or of its reason."""
@@ -388,9 +454,10 @@ class FailureDetector:
         for node in watched:
             if self._is_silent(node, now_s):
                 is_alone = len(watched) > 1 and not self._is_outlived(node, watched)
-                changes += self._set_signal(node, *self._judge_silent(node, now_s, is_alone, is_still), now_s)
-            elif judgement := self._judge_audible(node, now_s):
+                judgement = judge_silent(self.members[node], now_s, self._silence_from_s, is_alone, is_still)
                 changes += self._set_signal(node, *judgement, now_s)
+            elif heard := judge_audible(self.members[node], now_s, self._silence_from_s):
+                changes += self._set_signal(node, *heard, now_s)
         return changes
 
     def _is_silent(self, node: str, now_s: float) -> bool:
@@ -407,67 +474,6 @@ class FailureDetector:
         """
         newest_s = max(self.members[other].daemon_s for other in watched if other != node)
         return newest_s - self.members[node].newest_s > 2 * BEAT_S
-
-    def _judge_silent(self, node: str, now_s: float, is_alone: bool, is_still: bool) -> tuple[Signal, str, str]:
-        """Judges a node whose daemon is silent."""
-        each = self.members[node]
-        silent_s = min(channel.silent_s(now_s, self._silence_from_s) for channel in (each.calls, each.answers))
-        patience_s = max(each.calls.patience_s, each.answers.patience_s)
-        if each.others_s is not None and now_s - each.others_s <= patience_s:
-            return (
-                Signal.SUSPECT,
-                "link",
-                f"its daemon is silent, but {each.other} hears it: the link between is broken.",
-            )
-        daemon_state = "gone: its address refuses calls" if each.gone else "silent"
-        knows_agent = each.agent.last_s is not None
-        if knows_agent and not each.agent.is_silent(now_s, self._silence_from_s):
-            return (
-                Signal.SUSPECT,
-                f"daemon {each.gone}",
-                f"its daemon is {daemon_state}; its agent is not: the node lives.",
-            )
-        if not knows_agent and each.was_heard and not is_still:
-            return (
-                Signal.SUSPECT,
-                f"daemon {each.gone}",
-                f"its daemon is {daemon_state}; training continues, as far as is known.",
-            )
-        if is_alone and silent_s <= CUT_OFF_S:
-            return Signal.SUSPECT, "alone", "it is silent like every other: this node may be the one that is cut off."
-        silent_parts = "its daemon and its agent" if knows_agent or not each.was_heard else "its daemon"
-        still = "" if knows_agent or not each.was_heard else ", and ranks stand still"
-        return Signal.OFFLINE, "lost", f"nothing was heard of {silent_parts} for {silent_s:.1f} s{still}."
-
-    def _judge_audible(self, node: str, now_s: float) -> tuple[Signal, str, str] | None:
-        """Judges a node that is not silent; None if nothing new is known."""
-        each = self.members[node]
-        if each.was_heard and self._silence_from_s > each.daemon_s:
-            return None  # this daemon was late, and has not heard the node since: no sign of life
-        if each.was_heard and (half := self._half_open(each, now_s)):
-            return Signal.SUSPECT, "half", half
-        word = each.word
-        if word is None:
-            return (Signal.HEALTHY, "", "") if each.was_heard else None
-        if word.signal.is_final:
-            return word.signal, "told", word.reason
-        if word.reason or each.agent.last_s is None or not each.agent.is_silent(now_s, self._silence_from_s):
-            return word.signal, word.kind, word.reason
-        return Signal.SUSPECT, "agent", "its agent is silent, its daemon is not."
-
-    def _half_open(self, each: WatchedNode, now_s: float) -> str:
-        """Returns the fault of a link that works in one direction.
-
-        The text is empty if there is none.
-        """
-        calls, answers = each.calls, each.answers
-        if calls.last_s is None or answers.last_s is None:
-            return ""
-        if calls.is_silent(now_s, self._silence_from_s) and not answers.is_silent(now_s, self._silence_from_s):
-            return "the link is half open: its daemon answers, but its own calls do not arrive."
-        if answers.is_silent(now_s, self._silence_from_s) and not calls.is_silent(now_s, self._silence_from_s):
-            return "the link is half open: its daemon calls, but does not answer."
-        return ""
 
     def _set_signal(self, node: str, signal: Signal, kind: str, reason: str, now_s: float) -> list[SignalChange]:
         """Sets a node's signal; nothing else changes signals."""

@@ -19,9 +19,13 @@ from reft.core.membership.failure_detector import (
     MISSES,
     AgentPhase,
     FailureDetector,
+    HeartbeatChannel,
     NodeFacts,
     NodeReport,
     Signal,
+    WatchedNode,
+    judge_audible,
+    judge_silent,
     self_report,
 )
 from reft.core.membership.gossip_targets import REACH
@@ -420,6 +424,51 @@ def test_a_daemon_that_was_down_when_the_round_began_stops_no_training():
     cluster.daemon_down = {"n2"}
     cluster.run(JOIN_S + 15)
     assert cluster.seen("n0", "n2") is Signal.SUSPECT and not cluster.anywhere(Signal.OFFLINE)
+
+
+def heard_at(*times_s: float) -> HeartbeatChannel:
+    channel = HeartbeatChannel()
+    for time_s in times_s:
+        channel.heard(time_s)
+    return channel
+
+
+HEARD, NEVER = heard_at(1.0), heard_at()
+
+
+@pytest.mark.parametrize(
+    ("node", "is_alone", "is_still", "signal", "kind"),
+    [
+        (WatchedNode("b", HEARD, HEARD, NEVER), False, False, Signal.SUSPECT, "daemon False"),
+        (WatchedNode("b", HEARD, HEARD, NEVER, gone=True), False, False, Signal.SUSPECT, "daemon True"),
+        (WatchedNode("b", HEARD, HEARD, NEVER), False, True, Signal.OFFLINE, "lost"),
+        (WatchedNode("b", HEARD, HEARD, NEVER), True, True, Signal.SUSPECT, "alone"),
+        (WatchedNode("b", HEARD, HEARD, heard_at(1.0)), False, False, Signal.OFFLINE, "lost"),
+        (WatchedNode("b", HEARD, HEARD, heard_at(4.9)), False, True, Signal.SUSPECT, "daemon False"),
+        (WatchedNode("b", HEARD, HEARD, NEVER, others_s=4.9, other="c"), False, True, Signal.SUSPECT, "link"),
+        (WatchedNode("b", NEVER, NEVER, NEVER), False, False, Signal.OFFLINE, "lost"),
+    ],
+)  # fmt: skip
+def test_a_silent_node_is_judged_by_its_witnesses(node, is_alone, is_still, signal, kind):
+    assert judge_silent(node, 5.0, 0.0, is_alone, is_still)[:2] == (signal, kind)
+
+
+@pytest.mark.parametrize(
+    ("node", "silence_from_s", "judgement"),
+    [
+        (WatchedNode("b", NEVER, NEVER, NEVER), 0.0, None),
+        (WatchedNode("b", heard_at(4.9), NEVER, NEVER), 0.0, (Signal.HEALTHY, "", "")),
+        (WatchedNode("b", heard_at(4.9), NEVER, NEVER), 4.95, None),
+        (WatchedNode("b", heard_at(4.9), HEARD, NEVER), 0.0,
+         (Signal.SUSPECT, "half", "the link is half open: its daemon calls, but does not answer.")),
+        (WatchedNode("b", heard_at(4.9), NEVER, heard_at(1.0), word=NodeReport("b", Signal.SNAP)), 0.0,
+         (Signal.SUSPECT, "agent", "its agent is silent, its daemon is not.")),
+        (WatchedNode("b", heard_at(4.9), NEVER, heard_at(1.0), word=NodeReport("b", Signal.COMPLETED, "x")), 0.0,
+         (Signal.COMPLETED, "told", "x")),
+    ],
+)  # fmt: skip
+def test_an_audible_node_is_judged_by_its_word(node, silence_from_s, judgement):
+    assert judge_audible(node, 5.0, silence_from_s) == judgement
 
 
 def test_a_half_open_link_is_distinguished_from_a_silent_daemon():

@@ -28,6 +28,8 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import main
 from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.pool import SpareFiles, SparePool
+from reft_daemon.jobs import capsules, epochs, leasing
+from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import FENCE_DEADLINE_S, ProcessWatch
 from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
@@ -60,19 +62,19 @@ def itself() -> Process:
 @pytest.mark.parametrize("call", ["pidfd_open", "read_text"])
 def test_a_trainer_that_can_not_be_examined_does_not_count_as_dead(arena, monkeypatch, call):
     async def run() -> None:
-        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
-        job.decide(decide_request(1), [])
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
+        epochs.decide(job, decide_request(1), [])
         before = len(os.listdir("/proc/self/fd"))
         request = lease_request(1)
         with monkeypatch.context() as patch:
             patch.setattr(*((os, call) if call == "pidfd_open" else (Path, call)), fail)
             with pytest.raises(OSError, match="Too many open files"):
-                await job.lease(request)
+                await leasing.lease(job, request)
         assert not job.leases and not job.has_failed
-        for slot in list(job.slots.values()):
-            arena.free(job.slots.pop(slot.name))
+        for slot in list(job.slots.current.values()):
+            arena.free(job.slots.current.pop(slot.name))
         assert len(os.listdir("/proc/self/fd")) == before
-        await job.lease(request)
+        await leasing.lease(job, request)
         assert job.is_live
 
     asyncio.run(run())
@@ -124,9 +126,9 @@ def test_a_daemon_raises_its_limit_of_descriptors():
 def test_files_that_can_not_be_opened_for_now_are_not_renamed(arena, monkeypatch, what):
     async def run() -> None:
         request = decide_request(1)
-        job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
-        job.decide(request, [])
-        await job.lease(lease_request(1))
+        job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue())
+        epochs.decide(job, request, [])
+        await leasing.lease(job, lease_request(1))
         version = messages.version_to(Version(epoch_of(1), 3))
         job.capsule_replication.store.keep(pb.CapsuleRecord(version=version), Decision(epoch_of(1), None), Outcome(), 1)
         names = set(os.listdir(arena.folder / "job"))
@@ -145,7 +147,7 @@ def test_files_that_can_not_be_opened_for_now_are_not_renamed(arena, monkeypatch
             with pytest.raises(OSError, match="Too many"):
                 registry_of(arena).adopt()
         assert set(os.listdir(arena.folder / "job")) == names
-        assert job.capsule(0, Version(epoch_of(1), 3)) is not None
+        assert capsules.capsule(job, 0, Version(epoch_of(1), 3)) is not None
 
     asyncio.run(run())
 
@@ -155,18 +157,16 @@ def test_an_agent_is_watched_once_the_system_allows_it(arena, monkeypatch):
         agent = Trainer()
         registry = registry_of(arena)
         registry.keep_for_agent(agent.pid)
-        monitor = JobMonitor(
-            "job", "n", MembershipView("l", 1, bytes(32), {"n": pb.Node(id="n")}), lambda _: None, lambda _: None
-        )
+        monitor = JobMonitor("job", "n", MembershipView("l", 1, bytes(32), {"n": pb.Node(id="n")}), ChangeQueue())
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", fail)
-            monitor.agent_beat(agent.pid, AgentPhase.TRAINING)
+            monitor.agent_beat(agent.pid, AgentPhase.TRAINING, None)
             registry.idle_since_s = float("-inf")
             expiring = asyncio.ensure_future(registry.expire_for_ever(1e-3))
             await asyncio.sleep(0)
             assert not expiring.done(), "the daemon would have exited"
         assert not monitor.has_other_agent(0)
-        monitor.agent_beat(agent.pid, AgentPhase.TRAINING)
+        monitor.agent_beat(agent.pid, AgentPhase.TRAINING, None)
         assert monitor.has_other_agent(0)
         agent.kill()
         await asyncio.wait_for(expiring, 20)

@@ -20,7 +20,8 @@ from reft.wire import messages
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import slot_reads
+from reft_daemon.jobs import epochs, leasing, persistence, rounds, slot_reads, trainers
+from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from tests.daemon.jobs.test_leases import decide_request, lease_request, release_request
 from tests.support.daemons import until
@@ -81,19 +82,19 @@ def test_a_landed_step_in_a_replaced_slot_is_sealed_too(daemon, trainer):
 
 def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
     async def run() -> None:
-        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
-        job.decide(decide_request(1), [])
-        one, _ = await job.lease(lease_request(1))
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
+        epochs.decide(job, decide_request(1), [])
+        one, _ = await leasing.lease(job, lease_request(1))
         write(one.map, Version(epoch_of(1), 1), nbytes=4096)
-        job.release(release_request(1))
-        job.decide(decide_request(2), [])
+        trainers.release(job, release_request(1))
+        epochs.decide(job, decide_request(2), [])
         larger = lease_request(2)
         larger.data_bytes = 3 * 4096
-        await job.lease(larger)
-        assert job.retired
+        await leasing.lease(job, larger)
+        assert job.slots.retired
         os.truncate(arena.folder / "job" / one.name, 100)
         said = messages.report_to(report_of({1: StepAnswer.SEALED}))
-        job.report(pb.ReportRequest(job="job", epoch=messages.epoch_to(epoch_of(2)), rank=0, steps=said))
+        rounds.report(job, pb.ReportRequest(job="job", epoch=messages.epoch_to(epoch_of(2)), rank=0, steps=said))
         assert job.record.had_whole
 
     asyncio.run(run())
@@ -101,8 +102,8 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
 
 def test_slots_of_a_cancelled_lease_are_kept_for_the_next_try(arena, monkeypatch):
     async def run() -> None:
-        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
-        job.decide(decide_request(1), [])
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
+        epochs.decide(job, decide_request(1), [])
         begun, goes_on = threading.Event(), threading.Event()
         create, calls = arena.create, []
 
@@ -113,23 +114,23 @@ def test_slots_of_a_cancelled_lease_are_kept_for_the_next_try(arena, monkeypatch
             return create(*arguments)
 
         monkeypatch.setattr(arena, "create", slowly)
-        first = asyncio.ensure_future(job.lease(lease_request(1)))
+        first = asyncio.ensure_future(leasing.lease(job, lease_request(1)))
         await asyncio.to_thread(begun.wait, 20)
         first.cancel()
-        second = asyncio.ensure_future(job.lease(lease_request(1)))
+        second = asyncio.ensure_future(leasing.lease(job, lease_request(1)))
         for _ in range(10):
             await asyncio.sleep(0)  # the second request runs until it must wait
         goes_on.set()
-        assert {slot.name for slot in await second} == set(job.slots)
-        assert len(calls) == 1 and len(job.slots) == 2 and arena.held_bytes == job.held_bytes
+        assert {slot.name for slot in await second} == set(job.slots.current)
+        assert len(calls) == 1 and len(job.slots.current) == 2 and arena.held_bytes == job.held_bytes
 
     asyncio.run(run())
 
 
 def test_slots_of_a_job_that_is_dropped_meanwhile_are_freed(arena, monkeypatch):
     async def run() -> None:
-        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
-        job.decide(decide_request(1), [])
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
+        epochs.decide(job, decide_request(1), [])
         begun, goes_on = threading.Event(), threading.Event()
         create = arena.create
 
@@ -140,9 +141,9 @@ def test_slots_of_a_job_that_is_dropped_meanwhile_are_freed(arena, monkeypatch):
             return slots
 
         monkeypatch.setattr(arena, "create", slowly)
-        lease = asyncio.ensure_future(job.lease(lease_request(1)))
+        lease = asyncio.ensure_future(leasing.lease(job, lease_request(1)))
         await asyncio.to_thread(begun.wait, 20)
-        job.free()
+        persistence.free(job)
         with pytest.raises(AttachError, match="was dropped"):
             await lease
         freed: asyncio.Queue[object] = asyncio.Queue()
@@ -151,7 +152,7 @@ def test_slots_of_a_job_that_is_dropped_meanwhile_are_freed(arena, monkeypatch):
         goes_on.set()
         for _ in range(2):
             await asyncio.wait_for(freed.get(), 20)
-        assert not job.slots and arena.held_bytes == 0
+        assert not job.slots.all and arena.held_bytes == 0
 
     asyncio.run(run())
 
@@ -172,8 +173,8 @@ def test_only_a_lack_of_memory_raises_no_room(arena, monkeypatch):
 def job_of(arena: Arena, name: str = "job") -> JobRecord:
     request = decide_request(1)
     request.manifest.job = name
-    job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
-    job.decide(request, [])
+    job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue())
+    epochs.decide(job, request, [])
     return job
 
 
@@ -191,7 +192,7 @@ def test_two_leases_at_once_do_not_take_the_same_memory(arena, monkeypatch):
         monkeypatch.setattr(asyncio, "to_thread", counted)
         request = lease_request(1)
         request.data_bytes, request.chunk_bytes = 16 << 20, 256 << 10
-        leases = [asyncio.ensure_future(job_of(arena, name).lease(request)) for name in ("one", "other")]
+        leases = [asyncio.ensure_future(leasing.lease(job_of(arena, name), request)) for name in ("one", "other")]
         await to_thread(checked.wait, 20)
         assert len(makers) == 1, "no other request checks for memory before the first one has taken it"
         goes_on.set()
@@ -212,14 +213,14 @@ def test_a_job_that_comes_again_waits_for_slots_of_the_dropped_job(arena, monkey
 
         monkeypatch.setattr(arena, "create", slowly)
         dropped = job_of(arena)
-        first = asyncio.ensure_future(dropped.lease(lease_request(1)))
+        first = asyncio.ensure_future(leasing.lease(dropped, lease_request(1)))
         await asyncio.to_thread(begun.wait, 20)
-        dropped.free()
+        persistence.free(dropped)
         with pytest.raises(AttachError, match="was dropped"):
             await first
         again = job_of(arena)
         begun.clear()
-        second = asyncio.ensure_future(again.lease(lease_request(1)))
+        second = asyncio.ensure_future(leasing.lease(again, lease_request(1)))
         for _ in range(10):
             await asyncio.sleep(0)  # the request runs until it must wait
         assert not begun.is_set()
@@ -250,12 +251,12 @@ def test_a_read_of_a_slot_that_is_freed_meanwhile_reaches_no_other_file(arena):
     async def run() -> None:
         job, request, version = job_of(arena), lease_request(1), Version(epoch_of(1), 1)
         request.data_bytes = 2 * slot_reads.READ_CHUNK
-        slot, _ = await job.lease(request)
+        slot, _ = await leasing.lease(job, request)
         write(slot.map, version, nbytes=request.data_bytes)
         ask = pb.ReadRequest(job="job", slot=slot.name, version=messages.version_to(version), size=slot.file_bytes)
         pieces, number = slot_reads.read(job, ask), slot.descriptor
         await anext(pieces)
-        job.free()
+        persistence.free(job)
         other = os.dup2(arena._lock, number)  # the descriptor's number is in use again
         with pytest.raises(FormatError, match="can't be read"):
             await anext(pieces)

@@ -16,6 +16,8 @@ from reft.wire import messages
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
+from reft_daemon.jobs import epochs, leasing, trainers
+from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease, end_orphans
 from tests.support.daemons import until
@@ -61,22 +63,22 @@ def test_a_slow_lease_undoes_no_close_and_no_new_attach(arena, monkeypatch, even
     """Slots for a larger layout are leased during training. The session may close meanwhile."""
 
     async def run() -> None:
-        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
-        job.decide(decide_request(1), [])
-        await job.lease(lease_request(1))
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
+        epochs.decide(job, decide_request(1), [])
+        await leasing.lease(job, lease_request(1))
         begun, goes_on = asyncio.Event(), asyncio.Event()
 
-        async def slowly(request: pb.LeaseRequest) -> list:
+        async def slowly(job: JobRecord, request: pb.LeaseRequest) -> list:
             begun.set()
             await goes_on.wait()
             return []
 
-        monkeypatch.setattr(job, "_slots_for", slowly)
-        late = asyncio.ensure_future(job.lease(lease_request(1)))
+        monkeypatch.setattr(leasing, "slots_for", slowly)
+        late = asyncio.ensure_future(leasing.lease(job, lease_request(1)))
         await begun.wait()
-        job.release(release_request(1))
+        trainers.release(job, release_request(1))
         if event == "attached anew":
-            job.decide(decide_request(2), [])
+            epochs.decide(job, decide_request(2), [])
         goes_on.set()
         with pytest.raises(AttachError if event == "closed" else StaleEpoch):
             await late

@@ -16,7 +16,9 @@ from reft.core.membership.progress import GAPS_MIN
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.membership.job_monitor import KILL_AFTER_S, JobMonitor, MembershipView
+from reft_daemon.jobs.changes import ChangeQueue
+from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
+from reft_daemon.membership.rank_progress import KILL_AFTER_S
 from tests.support.agents import TOKEN, Agent
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import Code, Job, Trainer, refused, tcp_call
@@ -138,7 +140,7 @@ def test_a_daemon_that_was_stopped_does_not_judge_others_at_once(monkeypatch):
     now_s = 1000.0
     monkeypatch.setattr("reft_daemon.membership.job_monitor.time.monotonic", lambda: now_s)
     nodes = {name: pb.Node(id=name, name=name) for name in ("here", "there")}
-    monitor = JobMonitor("job", "here", MembershipView("", 1, bytes(32), nodes), lambda _: None, lambda _: None)
+    monitor = JobMonitor("job", "here", MembershipView("", 1, bytes(32), nodes), ChangeQueue())
     there = monitor.detector.members["there"]
 
     def hear() -> None:
@@ -148,14 +150,14 @@ def test_a_daemon_that_was_stopped_does_not_judge_others_at_once(monkeypatch):
     for _ in range(20):
         now_s += 0.1
         hear()
-        monitor.look(now_s)
+        monitor.look(now_s, None)
     assert there.signal is Signal.HEALTHY
     now_s += 60
-    monitor.look(now_s)
-    assert there.signal is Signal.HEALTHY and monitor.own_report.reason.startswith("it is overloaded")
+    monitor.look(now_s, None)
+    assert there.signal is Signal.HEALTHY and monitor.own_report(None).reason.startswith("it is overloaded")
     for _ in range(15):
         now_s += 0.1
-        monitor.look(now_s)
+        monitor.look(now_s, None)
     assert there.signal is Signal.OFFLINE, "this daemon has listened meanwhile, and the other is still silent"
 
 

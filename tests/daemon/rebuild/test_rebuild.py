@@ -27,6 +27,7 @@ from reft.wire.rebuild_request import rebuild_request
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
+from reft_daemon.jobs import leasing
 from reft_daemon.rebuild.rebuild import Rebuild, _Lost
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support import certificates
@@ -482,9 +483,9 @@ def test_an_attach_during_a_rebuild_leases_no_unfinished_slot(tmp_path):
         )
         await rebuild._prepare_slots(job, [lost], [])
         await registry.decide(second)
-        leased = await job.lease(lease_request(2))
+        leased = await leasing.lease(job, lease_request(2))
         rebuild._drop_unsealed(job, [lost], False)
-        assert {slot.name for slot in leased} == set(job.all_slots) and {slot.backing for slot in leased} == {"tmpfs"}
+        assert {slot.name for slot in leased} == set(job.slots.all) and {slot.backing for slot in leased} == {"tmpfs"}
         assert registry.arena.held_bytes == job.held_bytes
         await registry.close(purge=True)
 

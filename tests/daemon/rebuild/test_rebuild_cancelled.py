@@ -96,10 +96,10 @@ def test_nothing_is_left_of_a_cancelled_rebuild(request_of_rank_3, monkeypatch, 
             assert not pause.inside and not tasks_left()
         assert arena.held_bytes == before and not slots_of(folder)
         assert list(registry.jobs) == (["job"] if is_known else [])
-        assert not any(job.all_slots for job in registry.jobs.values())
+        assert not any(job.slots.all for job in registry.jobs.values())
         reply = await Rebuild(registry, request).run()
         assert [(slot.rank, slot.state) for slot in reply.slots] == [(3, pb.SEALED)]
-        assert [slot.map.header.state for slot in registry.jobs["job"].all_slots.values()] == [SlotState.SEALED]
+        assert [slot.map.header.state for slot in registry.jobs["job"].slots.all.values()] == [SlotState.SEALED]
         await registry.close(purge=True)
 
     with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as path:

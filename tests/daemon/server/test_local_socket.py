@@ -11,12 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from reft.core.commit.round import Outcome
-from reft.errors import StaleEpoch
 from reft.wire import local_socket
 from reft.wire.local_socket import READ_BYTES, FrameReader, frame
 from reft.wire.messages import PROTOCOL
-from reft.wire.process import stat_of
+from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.jobs import rounds
+from reft_daemon.jobs.changes import ChangeQueue
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import Lease
 from reft_daemon.server import local_socket as served
 from reft_daemon.server.local_socket import WAITING_MAX, LocalSocket
 from tests.support.jobs import Code
@@ -31,30 +34,28 @@ def report(step: int = 0, wait_ms: int = 10_000) -> bytes:
 
 
 class PlayedJob:
-    """A job that takes reports, and decides a step when a test says so."""
+    """A job of a child node: it takes reports, and a step is decided when a test says so."""
 
     def __init__(self) -> None:
-        self.id = "job"
-        self.listeners: set[Callable[[], None]] = set()
-        self.slots: dict[str, object] = {}
-        self.all_slots = {"rank-0.slot-0": SimpleNamespace(rank=0, descriptor=0)}
-        self.leases = {0: None}
-        self.round = SimpleNamespace(outcome=Outcome())
-        self.trouble: Exception | None = None
-        self.is_over = False
-
-    def check_epoch(self, epoch: pb.Epoch) -> None:
-        if self.is_over:
-            raise StaleEpoch("the epoch is over")
-
-    def report(self, request: pb.ReportRequest) -> None:
-        if self.trouble is not None:
-            raise self.trouble
+        manifest = pb.Manifest(job="job", world=2, nodes=[pb.Node(name="p", ranks=[1]), pb.Node(name="c", ranks=[0])])
+        record = pb.JobRecord(manifest=manifest, node_index=1, decision=pb.Decision(), had_whole=True)
+        self.record = JobRecord(SimpleNamespace(), record, ChangeQueue())
+        rounds.start(self.record)
+        self.record.leases[0] = Lease(Process(1, 1), 1)
+        self.record.slots.current["rank-0.slot-0"] = SimpleNamespace(rank=0, descriptor=0)
 
     def decide(self, step: int) -> None:
-        self.round.outcome = Outcome(whole=step, until=step)
-        for listener in list(self.listeners):
-            listener()
+        rounds.hear_outcome(self.record, Outcome(whole=step, until=step))
+        self.record.wake_waiting_reports()
+
+    def begin_epoch(self, counter: int) -> None:
+        self.record.record.decision.epoch.counter = counter
+        self.record.wake_waiting_reports()
+
+
+def following() -> list[asyncio.Task]:
+    """Returns the tasks of connections whose reports wait."""
+    return [task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_answer_at_news"]
 
 
 async def turns(until: Callable[[], object]) -> None:
@@ -98,7 +99,7 @@ class Place:
 
     def __init__(self, path) -> None:
         self.job = PlayedJob()
-        self.server = LocalSocket(path, SimpleNamespace(get=lambda name: self.job))
+        self.server = LocalSocket(path, SimpleNamespace(get=lambda name: self.job.record))
         self.callers: list[Asking] = []
 
     def caller(self) -> Asking:
@@ -125,7 +126,7 @@ def run(tmp_path):
             finally:
                 for caller in place.callers:
                     caller.socket.close()
-                await turns(lambda: not place.server._newcomers and not place.job.listeners)
+                await turns(lambda: not place.server._newcomers and not following())
                 place.server.close()
 
         before = len(os.listdir("/proc/self/fd"))
@@ -186,9 +187,9 @@ def test_trainers_that_report_are_no_newcomers_and_have_no_deadline(run, monkeyp
         trainers = [place.caller() for _ in range(5)]
         for trainer in trainers:
             assert (await trainer.ask(report(1))).report.whole == 1
-        place.job.is_over = True
+        place.job.begin_epoch(1)
         assert (await trainers[0].ask(report(1))).status == Code.ABORTED.value[0]
-        place.job.is_over = False
+        place.job.begin_epoch(0)
         silent = place.caller()
         assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
         assert (await silent.reply()).status and await silent.reply() is None, "its deadline is over"
@@ -207,10 +208,30 @@ def test_one_reply_answers_all_reports_that_were_decided(run):
         place.job.decide(2)
         reply = await trainer.reply()
         assert (reply.calls, reply.report.whole) == (2, 2)
-        place.job.is_over = True
-        place.job.decide(2)
+        place.job.begin_epoch(1)
         reply = await trainer.reply()
-        assert (reply.calls, reply.status, reply.error) == (1, Code.ABORTED.value[0], "the epoch is over")
+        assert (reply.calls, reply.status) == (1, Code.ABORTED.value[0])
+        assert reply.error.startswith("job job was started again (epoch 1)")
+
+    run(scenario)
+
+
+def test_a_connection_follows_the_job_of_its_newest_report(run):
+    """The job was purged and attached again under its name."""
+
+    async def scenario(place: Place) -> None:
+        trainer, connection = await place.newcomer()
+        await trainer.send(report(1))
+        await turns(following)
+        earlier, place.job = place.job, PlayedJob()
+        await trainer.send(report(2))
+        await turns(lambda: len(connection._waiting) == 2)
+        earlier.decide(2)
+        for _ in range(10):  # lets the daemon's event loop run
+            await asyncio.sleep(0)
+        assert len(connection._waiting) == 2 and len(following()) == 1
+        place.job.decide(2)
+        assert (await trainer.reply()).calls == 2
 
     run(scenario)
 
@@ -318,13 +339,14 @@ def test_a_trainer_of_protocol_6_can_read_why_it_is_refused(run, monkeypatch):
     run(scenario)
 
 
-def test_an_error_in_the_daemon_ends_the_connection(run):
+def test_an_error_in_the_daemon_ends_the_connection(run, monkeypatch):
     async def scenario(place: Place) -> None:
         unhandled: list[dict] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
-        place.job.trouble = RuntimeError("a bug")
+        bug = RuntimeError("a bug")
+        monkeypatch.setattr(rounds, "report", lambda *_: (_ for _ in ()).throw(bug))
         assert await place.caller().ask(report(1)) is None
-        assert [context["exception"] for context in unhandled] == [place.job.trouble]
+        assert [context["exception"] for context in unhandled] == [bug]
 
     run(scenario)
 

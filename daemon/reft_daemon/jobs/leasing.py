@@ -1,0 +1,120 @@
+"""Leases slots to the trainers of this node's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from reft.core.commit.capsules import DIGESTS_MAX
+from reft.errors import AlreadyAttached, AttachError, ConfigError
+from reft.wire.process import Process
+from reft.wire.slot_format import Geometry
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import SlotFile, next_names
+from reft_daemon.arena.headers import header_of
+from reft_daemon.jobs import trainers
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import Lease
+from reft_daemon.jobs.persistence import save
+from reft_daemon.jobs.slots import fitting_slots, holds_no_version
+
+
+async def lease(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
+    """Returns slots for one rank, every page present.
+
+    Reuses the rank's earlier slots if they are large enough.
+
+    Raises:
+        StaleEpoch, AlreadyAttached, NoRoom: see each class.
+        AttachError: the process has closed its session, or does not exist.
+        OSError: the system does not say now whether the process lives.
+    """
+    job.check_epoch(request.epoch)
+    check_request(request, job.ranks, bool(job.record.holders))
+    process = Process(request.pid, request.pid_start)
+    check_trainer(job.id, request.rank, job.leases.get(request.rank), process)
+    if not process.is_alive:
+        raise AttachError(
+            f"process {request.pid}, started at {request.pid_start}, does not exist: it can't hold a lease.",
+        )
+    slots = await job.allocator.run_alone(lambda: slots_for(job, request))
+    # Making slots takes time. Meanwhile a newer attach may have come, or the session may be
+    # closed.
+    job.check_epoch(request.epoch)
+    earlier_lease = job.leases.get(request.rank)
+    check_trainer(job.id, request.rank, earlier_lease, process)
+    if earlier_lease is None or earlier_lease.watch is None:
+        trainers.watch(job, request.rank, Lease(process, request.parent))
+        save(job)
+    job.leases[request.rank].given_slots.update(slot.name for slot in slots)
+    return slots
+
+
+async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
+    """Returns slots for a rank; makes them if too few of its slots fit.
+
+    Raises:
+        NoRoom, AttachError: new slots can't be made; the rank's earlier slots stay.
+    """
+    geometry = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
+    rank_slots = job.slots.current_of_rank(request.rank)
+    headers = {slot.name: header_of(job.id, slot) for slot in rank_slots}
+    names = fitting_slots(headers, geometry, request.slots)
+    if names is not None:
+        return [job.slots.current[name] for name in names]
+    for slot in rank_slots:
+        if not job.may_be_written(slot) and holds_no_version(header_of(job.id, slot)):
+            # freed before new memory is taken, since the slot holds no version
+            job.arena.free(job.slots.current.pop(slot.name))
+    new_names = next_names(job.slots.all, request.rank, request.slots)
+    new_slots = await job.allocator.create(request.rank, new_names, geometry, list(request.cpus))
+    # Retired only now: if memory is short, the trainer continues with its old slots.
+    job.slots.retire(job.slots.current_of_rank(request.rank))
+    job.slots.add(new_slots)
+    return new_slots
+
+
+# Decisions
+
+
+def check_request(request: pb.LeaseRequest, ranks: Collection[int], has_holders: bool) -> None:
+    """Raises unless the rank trains here and its digests fit into a capsule.
+
+    Args:
+        request: the request.
+        ranks: the ranks that train on this node.
+        has_holders: whether other nodes keep the rank's capsules.
+
+    Raises:
+        AttachError: the rank trains on another node.
+        ConfigError: the rank has too many digests.
+    """
+    if request.rank not in ranks:
+        raise AttachError(f"rank {request.rank} is not one of this node's ranks {list(ranks)} in the manifest.")
+    digest_bytes = 8 * -(-request.data_bytes // max(request.chunk_bytes, 1))
+    if has_holders and digest_bytes > DIGESTS_MAX:
+        raise ConfigError(
+            f"rank {request.rank} has {digest_bytes} bytes of digests, which are part of its capsule; "
+            f"the limit is {DIGESTS_MAX}.",
+            "attach with a larger chunk_bytes",
+        )
+
+
+def check_trainer(job: str, rank: int, lease: Lease | None, process: Process) -> None:
+    """Raises unless the process is the rank's trainer, or may become its trainer.
+
+    A process that has closed its session can't become the trainer again.
+
+    Args:
+        job: for messages.
+        rank: the rank.
+        lease: the rank's lease now; None if it has none.
+        process: the process that asks for slots.
+
+    Raises:
+        AlreadyAttached: another process trains the rank.
+        AttachError: the process has closed its session.
+    """
+    if lease and lease.watch and lease.process != process:
+        raise AlreadyAttached(f"rank {rank} of job {job} is already attached by process {lease.process.pid}.")
+    if lease and lease.closed and lease.process == process:
+        raise AttachError(f"process {process.pid} has closed its session as rank {rank} of job {job}.")

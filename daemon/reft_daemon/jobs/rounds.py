@@ -1,0 +1,125 @@
+"""This node's part in the round: reports of ranks and child nodes, and outcomes.
+
+    rank's report ─► acknowledged capsules ─► Round ── no news ─► RANKS
+    child's report ─────────────────────────► Round ─┐
+    outcome of the parent ──────────────────► Round ─┴─ news ─► publish: slots freed, capsules
+                                                                settled ─► OUTCOME
+
+`reft/core/commit/round.py` decides. A change of kind RANKS or OUTCOME is put at the end, when the
+record is complete: see `changes`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from reft.core.commit.capsules import CapsuleAcks
+from reft.core.commit.round import Digests, Outcome, Round, StepReport
+from reft.core.commit.version import Version
+from reft.errors import AttachError
+from reft.wire import messages
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.headers import header_of
+from reft_daemon.jobs.changes import ChangeKind
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.persistence import save_or_log
+from reft_daemon.jobs.slots import may_be_freed
+
+
+def start(job: JobRecord) -> None:
+    """Starts the round of the decision in force, if there is one."""
+    if not job.record.HasField("decision"):
+        return
+    job.round = Round(job.record.node_index, len(job.record.manifest.nodes), frozenset(job.ranks))
+    job.capsule_replication.capsule_acks = CapsuleAcks(tuple(job.record.holders))
+    settle_capsules(job, job.round.outcome)
+    # the ranks of these slots train on other nodes now
+    job.slots.retire([slot for slot in job.slots.current.values() if slot.rank not in job.round.ranks])
+
+
+def report(job: JobRecord, request: pb.ReportRequest) -> None:
+    """Takes a rank's report.
+
+    Raises:
+        StaleEpoch: the rank belongs to an older attach.
+        AttachError: the rank holds no lease.
+    """
+    job.check_epoch(request.epoch)
+    lease = job.leases.get(request.rank)
+    if lease is None or job.round is None:
+        raise AttachError(f"rank {request.rank} of job {job.id} holds no lease here.")
+    step_report = messages.report_from(request.steps)
+    lease.trouble = request.trouble
+    job.round.hear_request(request.rank, request.requested_every)
+    lease.step = max(lease.step, step_report.until)
+    if step_report.sealed:
+        job.sealed_s[request.rank] = time.monotonic()
+    _hear_rank(job, request.rank, step_report, messages.digests_from(request.steps))
+
+
+def report_sealed_slots(job: JobRecord, rank: int) -> None:
+    """Reports the steps that a rank's slots hold SEALED: no living trainer reports them."""
+    digests_by_step = job.capsule_replication.cell_digests(job.slots.of_rank(rank), job.epoch)
+    _hear_rank(job, rank, StepReport(sealed=frozenset(digests_by_step)), digests_by_step)
+
+
+def hear_node(job: JobRecord, request: pb.GatherRequest) -> Outcome:
+    """Takes a child's report in the round. It returns the outcome so far.
+
+    Raises:
+        AttachError: the job has no round here.
+    """
+    if job.round is None:
+        raise AttachError(f"job {job.id} has no round here.")
+    node_report, digests = messages.report_from(request.steps), messages.digests_from(request.steps)
+    if job.round.hear_node(request.node_index, node_report, digests, request.mismatched, request.requested_every):
+        publish(job, job.round.outcome)
+    return job.round.outcome
+
+
+def hear_outcome(job: JobRecord, outcome: Outcome) -> None:
+    """Takes the outcome that the parent sent in the round."""
+    if job.round is not None and job.round.hear_outcome(outcome):
+        publish(job, job.round.outcome)
+
+
+def _hear_rank(job: JobRecord, rank: int, step_report: StepReport, digests: Digests) -> None:
+    """Takes the report of a rank here.
+
+    A sealed step counts once the holders have the rank's capsule.
+    """
+    if job.round is None or rank not in job.round.ranks:
+        return
+    acks = job.capsule_replication.capsule_acks
+    counted_report = acks.hear_rank(rank, step_report, digests)
+    if job.round.hear_rank(rank, counted_report, acks.digests_of(rank)):
+        publish(job, job.round.outcome)
+    else:
+        job.changes.put(job.id, ChangeKind.RANKS)  # the holders may lack the rank's capsule
+
+
+def publish(job: JobRecord, outcome: Outcome) -> None:
+    """Does what news of the round allow on this node, and puts the change."""
+    if outcome.whole >= 0:
+        free_retired(job, Version(job.epoch, outcome.whole))
+    settle_capsules(job, outcome)
+    job.degraded.note_whole(outcome.whole)
+    if outcome.whole >= 0 and not job.record.had_whole:
+        job.record.had_whole = True
+        save_or_log(job)
+    job.changes.put(job.id, ChangeKind.OUTCOME)
+
+
+def settle_capsules(job: JobRecord, outcome: Outcome) -> None:
+    """Drops the capsules that no recovery can need, as far as this node knows."""
+    decision = messages.decision_from(job.record.decision)
+    job.capsule_replication.settle(decision, outcome, job.are_all_closed)
+
+
+def free_retired(job: JobRecord, whole: Version) -> None:
+    """Frees the retired slots that are older than a whole version and that nobody writes."""
+    if job.are_all_closed:
+        return
+    for name, slot in list(job.slots.retired.items()):
+        if not job.may_be_written(slot) and may_be_freed(header_of(job.id, slot), whole):
+            job.arena.free(job.slots.retired.pop(name))

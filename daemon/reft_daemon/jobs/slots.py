@@ -1,0 +1,114 @@
+"""The slots of one job here, and which of them are written, leased or freed.
+
+lease ─► current ── a larger layout, or the rank moves ──► retired ── a newer whole step ──► freed
+rebuild ─► drafts ── sealed ──► current, or retired
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
+from reft.wire.slot_format import Geometry, Header
+from reft_daemon.arena.arena import TMPFS, WEAKEST_FIRST, SlotFile, fits
+from reft_daemon.jobs.leases import Lease
+
+
+@dataclass
+class JobSlots:
+    """The slots of one job here, each by its name.
+
+    Attributes:
+        current: those that this node's ranks use now.
+        retired: earlier slots of this node's ranks, and slots of ranks that train on another node
+            now.
+        drafts: those that a rebuild is making; no rank may use them yet.
+    """
+
+    current: dict[str, SlotFile] = field(default_factory=dict)
+    retired: dict[str, SlotFile] = field(default_factory=dict)
+    drafts: dict[str, SlotFile] = field(default_factory=dict)
+
+    @property
+    def all(self) -> dict[str, SlotFile]:
+        return {**self.drafts, **self.retired, **self.current}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(slot.file_bytes for slot in self.all.values())
+
+    @property
+    def backing(self) -> str:
+        """The weakest place where a current slot lies."""
+        return min((slot.backing for slot in self.current.values()), key=WEAKEST_FIRST.index, default=TMPFS)
+
+    def of_rank(self, rank: int) -> list[SlotFile]:
+        """Returns all slots of a rank."""
+        return [slot for slot in self.all.values() if slot.rank == rank]
+
+    def current_of_rank(self, rank: int) -> list[SlotFile]:
+        """Returns the slots that a rank uses now."""
+        return [slot for slot in self.current.values() if slot.rank == rank]
+
+    def retire(self, slots: Iterable[SlotFile]) -> None:
+        """Moves current slots to the retired ones."""
+        for slot in slots:
+            self.retired[slot.name] = self.current.pop(slot.name)
+
+    def add(self, slots: Iterable[SlotFile]) -> None:
+        """Adds current slots."""
+        self.current.update({slot.name: slot for slot in slots})
+
+    def clear(self) -> None:
+        """Forgets all slots: they were freed."""
+        for slots in (self.current, self.retired, self.drafts):
+            slots.clear()
+
+
+# Decisions
+
+
+def may_be_written(name: str, is_current: bool, lease: Lease | None, newer: Iterable[Header | None]) -> bool:
+    """Whether a living trainer may write a slot.
+
+    A trainer writes only slots that it has mapped. It leaves a retired slot once it has begun to
+    write a newer slot.
+
+    Args:
+        name: of the slot.
+        is_current: whether the slot is one that its rank uses now.
+        lease: of the slot's rank.
+        newer: the headers of the rank's current slots; None for a damaged slot.
+    """
+    if lease is None or lease.watch is None or name not in lease.given_slots:
+        return False
+    return is_current or all(header is None or header.state is SlotState.EMPTY for header in newer)
+
+
+def may_be_freed(header: Header | None, whole: Version) -> bool:
+    """Whether a retired slot that no trainer may write can go, once `whole` is whole.
+
+    Args:
+        header: of the slot; None if the slot is damaged.
+        whole: the newest whole version.
+    """
+    return header is None or header.version is None or header.version.is_older_than(whole)
+
+
+def holds_no_version(header: Header | None) -> bool:
+    """Whether a slot is damaged, or was never written."""
+    return header is None or header.state is SlotState.EMPTY
+
+
+def fitting_slots(headers: Mapping[str, Header | None], wanted: Geometry, count: int) -> list[str] | None:
+    """Returns the names of slots that serve a lease; None if too few fit.
+
+    Args:
+        headers: name → header of each current slot of the rank; None for a damaged slot.
+        wanted: the geometry that the rank needs.
+        count: the number of slots that the rank needs.
+    """
+    names = [name for name, header in headers.items() if header is not None and fits(header.geometry, wanted)]
+    return names[:count] if len(names) >= count else None

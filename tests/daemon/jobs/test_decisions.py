@@ -1,0 +1,188 @@
+"""Tests the decisions about a job's slots, leases and epochs, with data only."""
+
+from __future__ import annotations
+
+import pytest
+
+from reft.core.commit.capsules import DIGESTS_MAX
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
+from reft.errors import AlreadyAttached, AttachError, ConfigError, StaleEpoch
+from reft.wire import messages
+from reft.wire.process import Process
+from reft.wire.slot_format import Geometry, Header
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.jobs.epochs import base_manifest, is_new, next_record
+from reft_daemon.jobs.leases import Lease
+from reft_daemon.jobs.leasing import check_request, check_trainer
+from reft_daemon.jobs.slots import fitting_slots, holds_no_version, may_be_freed, may_be_written
+from tests.support.jobs import epoch_of
+
+ALIVE = object()  # stands for the watch of a living process
+SMALL, LARGE = Geometry(4096, 4096, 4096), Geometry(4096, 3 * 4096, 4096)
+
+
+def header(state: SlotState = SlotState.SEALED, step: int | None = 1, geometry: Geometry = SMALL) -> Header:
+    return Header(geometry, "job", 0, state, None if step is None else Version(epoch_of(1), step))
+
+
+EMPTY, WRITING, SEALED = header(SlotState.EMPTY, None), header(SlotState.WRITING), header()
+
+
+def lease_of(watch: object = ALIVE, closed: bool = False, given: str = "slot") -> Lease:
+    return Lease(Process(7, 70), 1, watch, closed, given_slots={given})  # type: ignore[arg-type]
+
+
+# Slots
+
+
+@pytest.mark.parametrize(
+    ("is_current", "lease", "newer", "may"),
+    [
+        (True, lease_of(), [], True),
+        (True, lease_of(), [SEALED], True),
+        (False, lease_of(), [EMPTY, None], True),
+        (False, lease_of(), [EMPTY, WRITING], False),
+        (True, lease_of(watch=None), [], False),
+        (True, lease_of(given="another"), [], False),
+        (True, None, [], False),
+    ],
+)
+def test_a_trainer_writes_slots_that_it_was_given_and_has_not_left(is_current, lease, newer, may):
+    assert may_be_written("slot", is_current, lease, newer) is may
+
+
+@pytest.mark.parametrize(
+    ("slot_header", "may"),
+    [(header(step=2), True), (header(step=3), False), (header(step=4), False), (EMPTY, True), (None, True)],
+)
+def test_a_retired_slot_goes_once_a_newer_version_is_whole(slot_header, may):
+    assert may_be_freed(slot_header, Version(epoch_of(1), 3)) is may
+
+
+def test_a_slot_of_an_earlier_epoch_goes_once_the_new_epoch_has_a_whole_version():
+    assert may_be_freed(header(step=9), Version(epoch_of(2), 1))
+
+
+@pytest.mark.parametrize(
+    ("slot_header", "holds_none"), [(None, True), (EMPTY, True), (WRITING, False), (SEALED, False)]
+)
+def test_a_damaged_or_empty_slot_holds_no_version(slot_header, holds_none):
+    assert holds_no_version(slot_header) is holds_none
+
+
+@pytest.mark.parametrize(
+    ("headers", "wanted", "count", "names"),
+    [
+        ({"a": SEALED, "b": EMPTY}, SMALL, 2, ["a", "b"]),
+        ({"a": SEALED, "b": EMPTY, "c": SEALED}, SMALL, 2, ["a", "b"]),
+        ({"a": SEALED, "b": None}, SMALL, 2, None),
+        ({"a": SEALED, "b": None, "c": EMPTY}, SMALL, 2, ["a", "c"]),
+        ({"a": SEALED, "b": EMPTY}, LARGE, 2, None),
+        ({"a": header(geometry=LARGE), "b": header(geometry=LARGE)}, SMALL, 2, ["a", "b"]),
+        ({}, SMALL, 0, []),
+        ({}, SMALL, 1, None),
+    ],
+)
+def test_slots_are_leased_again_if_enough_of_them_fit(headers, wanted, count, names):
+    assert fitting_slots(headers, wanted, count) == names
+
+
+# Leases
+
+
+def test_a_rank_of_another_node_gets_no_lease():
+    with pytest.raises(AttachError, match=r"rank 3 is not one of this node's ranks \[0, 1\]"):
+        check_request(pb.LeaseRequest(rank=3), [0, 1], False)
+    check_request(pb.LeaseRequest(rank=1), [0, 1], False)
+
+
+def test_digests_must_fit_into_a_capsule_only_if_capsules_are_sent():
+    chunks = DIGESTS_MAX // 8
+    check_request(pb.LeaseRequest(data_bytes=chunks * 4096, chunk_bytes=4096), [0], True)
+    larger = pb.LeaseRequest(data_bytes=chunks * 4096 + 1, chunk_bytes=4096)
+    check_request(larger, [0], False)
+    with pytest.raises(ConfigError, match=f"{DIGESTS_MAX + 8} bytes of digests.*limit is {DIGESTS_MAX}"):
+        check_request(larger, [0], True)
+
+
+@pytest.mark.parametrize(
+    ("lease", "pid", "error"),
+    [
+        (None, 7, None),
+        (lease_of(), 7, None),
+        (lease_of(), 8, AlreadyAttached),
+        (lease_of(watch=None), 7, None),
+        (lease_of(watch=None), 8, None),
+        (lease_of(watch=None, closed=True), 7, AttachError),
+        (lease_of(watch=None, closed=True), 8, None),
+    ],
+)
+def test_only_the_trainer_or_its_successor_may_lease(lease, pid, error):
+    process = Process(pid, 10 * pid)
+    if error is None:
+        check_trainer("job", 0, lease, process)
+        return
+    with pytest.raises(error) as raised:
+        check_trainer("job", 0, lease, process)
+    assert type(raised.value) is error
+
+
+# Epochs
+
+
+def decision(counter: int, base: Version | None = None) -> pb.Decision:
+    message = pb.Decision(epoch=messages.epoch_to(epoch_of(counter)))
+    if base is not None:
+        message.base.CopyFrom(messages.version_to(base))
+    return message
+
+
+def manifest(script: str) -> pb.Manifest:
+    return pb.Manifest(job="job", script=script)
+
+
+def test_a_repeated_decision_is_not_new_and_an_older_one_is_stale():
+    now = pb.JobRecord(manifest=manifest("now"), decision=decision(2))
+    assert is_new(pb.JobRecord(manifest=manifest("now")), pb.DecideRequest(decision=decision(1)))
+    assert is_new(now, pb.DecideRequest(decision=decision(3)))
+    assert not is_new(now, pb.DecideRequest(decision=decision(2)))
+    with pytest.raises(StaleEpoch, match="epoch 1 of job job is over; epoch 2 is in force"):
+        is_new(now, pb.DecideRequest(decision=decision(1)))
+    other = pb.DecideRequest(decision=pb.Decision(epoch=pb.Epoch(counter=2, ident=b"x" * 16)))
+    with pytest.raises(StaleEpoch):
+        is_new(now, other)
+
+
+OF_1, OF_2 = Version(epoch_of(1), 5), Version(epoch_of(2), 7)
+
+
+@pytest.mark.parametrize(
+    ("record", "base", "script"),
+    [
+        (pb.JobRecord(manifest=manifest("new here")), OF_1, None),
+        (pb.JobRecord(manifest=manifest("now"), decision=decision(2)), None, None),
+        (pb.JobRecord(manifest=manifest("now"), decision=decision(2)), OF_2, "now"),
+        (pb.JobRecord(manifest=manifest("now"), decision=decision(2, OF_1), base_manifest=manifest("base")), OF_1, "base"),
+        (pb.JobRecord(manifest=manifest("now"), decision=decision(2, OF_1)), OF_1, None),
+        (pb.JobRecord(manifest=manifest("now"), decision=decision(3, OF_2), base_manifest=manifest("base")), OF_1, None),
+    ],
+)  # fmt: skip
+def test_the_manifest_of_the_base_is_found_in_earlier_decisions(record, base, script):
+    found = base_manifest(record, pb.DecideRequest(), base)
+    assert (found.script if found is not None else None) == script
+    given = base_manifest(record, pb.DecideRequest(base_manifest=manifest("given")), base)
+    assert given is not None and given.script == "given", "the decision knows best"
+
+
+def test_the_next_record_remembers_that_a_version_was_whole():
+    request = pb.DecideRequest(manifest=manifest("new"), decision=decision(3), node_index=0)
+    earlier = pb.JobRecord(manifest=manifest("now"), decision=decision(2), had_whole=True)
+    earlier.leases.add(rank=0, pid=7)
+    record = next_record(earlier, request, [4, 5])
+    assert record.had_whole and list(record.holders) == [4, 5] and not record.leases
+    assert record.manifest.script == "new" and not record.HasField("base_manifest")
+    fresh = pb.JobRecord(manifest=manifest("now"))
+    assert not next_record(fresh, request, []).had_whole
+    based = pb.DecideRequest(manifest=manifest("new"), decision=decision(3, OF_1))
+    assert next_record(fresh, based, []).had_whole
