@@ -1,4 +1,4 @@
-"""The private names of torch and Python that the agent's side uses, and the versions tried.
+"""The private names of torch and Python that the agent uses, and the versions tried.
 
     torchrun loads the handler ─► require ─► a name is missing: the backend refuses, and names it
     --rdzv-conf=warm=yes ─► missing(WARM) ─► not empty: one line; workers are started cold
