@@ -6,10 +6,10 @@
                        node of this round is gone, or the daemon reports UNHEALTHY or OFFLINE
 
 Two faults of restarts in torch 2.13 are worked around. torch keeps one store and one address for
-the workers over all rounds (`_shared_tcp_store_server`, `_bootstrap_store_info`), but workers add
-no prefix per attempt. So restarted workers read what the round before wrote, and most restarts fail
-or hang. And if the node of rank 0 was replaced, the workers connect to the lost node. The handler
-clears both attributes before each round.
+the workers over all rounds (`torch_internals.CACHES`), but workers add no prefix per attempt. So
+restarted workers read what the round before wrote, and most restarts fail or hang. And if the node
+of rank 0 was replaced, the workers connect to the lost node. The handler clears both attributes
+before each round.
 
 Also different from torch: agents that lose the store continue while their workers run. A spare node
 that is no longer needed exits with 0. A job can be started again under its name after all agents of
@@ -24,6 +24,8 @@ import secrets
 import sys
 import time
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -48,12 +50,21 @@ from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
 from reft.elastic.shared_state import AgentFacts, SharedState
 from reft.elastic.store_poller import StorePoller
 from reft.elastic.stores import etcd, tcp
+from reft.elastic.torch_internals import (
+    CACHES,
+    NodeDesc,
+    backend_of,
+    forget_worker_store,
+    missing_in,
+    replace_parts,
+    stop_heartbeats,
+    this_node,
+)
 from reft.elastic.warm.warm import WarmWorkers, begin
 from reft.wire.daemon_launcher import DaemonRestarter
 from reft.wire.v1 import daemon_pb2 as pb
 
 SILENCE_S = 2.0  # without an answer of the store, then a line is printed
-CACHED = ("_bootstrap_store_info", "_shared_tcp_store_server")
 
 
 class RestartSignals:
@@ -87,6 +98,21 @@ def _end(
             close()
 
 
+@dataclass(frozen=True)
+class WorkerRound:
+    """The round in which this agent's workers run.
+
+    Attributes:
+        number: of the round; -1 before the first.
+        names: agents in the round → name of their node.
+        members: the members as daemons know them; None: daemons send no signals of this round.
+    """
+
+    number: int = -1
+    names: Mapping[NodeDesc, str] = field(default_factory=dict)
+    members: RoundMembers | None = None
+
+
 class ReftRendezvousHandler(RendezvousHandler):
     """One agent's rendezvous handler; see the module.
 
@@ -105,22 +131,20 @@ class ReftRendezvousHandler(RendezvousHandler):
         daemon: tuple[str, DaemonRestarter] | None = None, reaper: OrphanReaper | None = None, warm: WarmWorkers | None = None,
     ) -> None:  # fmt: skip
         self._inner, self._run_id, self._facts = inner, run_id, facts
-        self._node, settings = inner._this_node, inner.settings
+        self._node, self._settings = this_node(inner), inner.settings
         self._signals = RestartSignals()
-        self._holder = StateHolder(inner._state_holder._backend, settings, self._node, self._signals.is_gone)
-        inner._state_holder = self._holder
-        inner._record = recorder(type(inner).__name__, settings.run_id, self._node)  # type: ignore[method-assign]
-        inner._op_executor = Executor(self._node, self._holder, settings, facts, shrink_s)
+        self._holder = StateHolder(backend_of(inner), self._settings, self._node, self._signals.is_gone)
+        executor = Executor(self._node, self._holder, self._settings, facts, shrink_s)
+        record = recorder(type(inner).__name__, self._settings.run_id, self._node)
+        replace_parts(inner, self._holder, executor, record)
+        for name in missing_in(CACHES, inner):
+            say(f"this torch has no {name}: {name.use}.")
         self._poller = StorePoller(inner.num_nodes_waiting)
-        self._poll_s = poll_s(settings.max_nodes)
-        self._close_s = settings.timeout.close.total_seconds()
-        self._round = -1  # the round in which our workers run
-        self._members: dict[Any, str] = {}  # agents in that round → name of their node
+        self._round = WorkerRound()
         self._last_line = ""
         self._reaper, self._is_reaper_current, self._warm = reaper, False, warm
         self._daemon = daemon
         self._heartbeat_client = HeartbeatClient(*daemon, tls(), self._signals.heard) if daemon else None
-        self._round_members: RoundMembers | None = None
         # No thread may reference this handler. Otherwise a handler that torch drops without
         # `shutdown` would never be freed, and its threads and processes would stay.
         weakref.finalize(self, _end, self._poller, self._heartbeat_client, reaper, warm).atexit = False
@@ -134,13 +158,10 @@ class ReftRendezvousHandler(RendezvousHandler):
         return "reft"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        for name in CACHED:
-            # A torch without these attributes does not have the fault.
-            if hasattr(self._inner, name):
-                setattr(self._inner, name, None)
+        forget_worker_store(self._inner)
         self._report_stopping()
         self._settle()
-        if self._round < 0:
+        if self._round.number < 0:
             self._begin_launch()
         try:
             info = self._inner.next_rendezvous()
@@ -148,32 +169,34 @@ class ReftRendezvousHandler(RendezvousHandler):
             # torch's agent does not handle this error: it would fail with an AttributeError.
             say("this node was a spare and was not needed: the job has ended.")
             raise SystemExit(0) from error
-        self._round = self._holder.state.round
-        facts = self._holder.state.facts
-        self._members = {node: facts[node].name or str(node) for node in self._holder.state.participants}
-        self._announce_round(self._holder.state)
+        self._is_reaper_current = False
+        state = self._holder.state
+        names = {node: state.facts[node].name or str(node) for node in state.participants}
+        self._round = WorkerRound(state.round, names, self._announce_round(state))
         return info
 
-    def _announce_round(self, state: SharedState) -> None:
-        """Tells this node's workers and daemon which round runs now."""
-        self._is_reaper_current = False
+    def _announce_round(self, state: SharedState) -> RoundMembers | None:
+        """Tells this node's workers and daemon which round runs now.
+
+        Returns the members; None if daemons send no signals of this round.
+        """
         job = job_of(self._run_id, state.launch)
         os.environ["REFT_ROUND"], os.environ["REFT_LAUNCH"] = str(state.round), state.launch
         os.environ["REFT_UNNAMED_JOB"] = "" if job.named else job.id
-        self._round_members = None
         if self._heartbeat_client is None:
-            return
+            return None
         nodes_by_rank = sorted(state.participants, key=lambda node: state.participants[node])
         members = [facts for facts in (state.facts[node] for node in nodes_by_rank) if facts.home]
         if len({facts.home for facts in members}) < len(members):
             say("several agents of this job share one daemon, so lost nodes are found late.")
-            return
+            return None
         nodes = tuple(
             pb.Node(name=facts.name, id=facts.home, addresses=facts.addresses, domain=facts.domain) for facts in members
         )
         token = bytes.fromhex(state.token)
-        self._round_members = RoundMembers(job.id, self._facts.home, state.launch, state.round, token, nodes)
-        self._heartbeat_client.begin(self._round_members)
+        round_members = RoundMembers(job.id, self._facts.home, state.launch, state.round, token, nodes)
+        self._heartbeat_client.begin(round_members)
+        return round_members
 
     def _settle(self) -> None:
         """Waits until this thread may use the store: the poller asks nothing meanwhile."""
@@ -182,7 +205,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             self._poller.settle()
 
     def _report_stopping(self) -> None:
-        if self._heartbeat_client and self._round_members:
+        if self._heartbeat_client and self._round.members:
             self._heartbeat_client.say(AgentPhase.STOPPING)
 
     def _begin_launch(self) -> None:
@@ -190,7 +213,7 @@ class ReftRendezvousHandler(RendezvousHandler):
 
         If a launch is just ending, waits for its end, at most for `close_timeout`.
         """
-        end = time.monotonic() + self._close_s
+        end = time.monotonic() + self._settings.timeout.close.total_seconds()
         while True:
             self._holder.sync(fresh=True)
             state = self._holder.state
@@ -205,7 +228,7 @@ class ReftRendezvousHandler(RendezvousHandler):
                     return
             elif not state.closed or time.monotonic() > end:
                 return
-            time.sleep(self._poll_s)
+            time.sleep(poll_s(self._settings.max_nodes))
 
     def num_nodes_waiting(self) -> int:
         if self._reaper and not self._is_reaper_current:  # once a round, because it reads all processes of the node
@@ -219,7 +242,7 @@ class ReftRendezvousHandler(RendezvousHandler):
     def _count_restart_reasons(self) -> int:
         """Returns how many nodes wait or are lost. torch restarts the workers if it is not 0."""
         round_members, reaction = self._signals.latest
-        if round_members is not None and round_members is self._round_members and reaction.reason:
+        if round_members is not None and round_members is self._round.members and reaction.reason:
             names = {node.id: node.name for node in round_members.nodes}
             self._say(f"node {names.get(reaction.node, reaction.node)}: {reaction.reason} Workers restart now.")
             return 1
@@ -237,10 +260,10 @@ class ReftRendezvousHandler(RendezvousHandler):
         state = self._holder.state
         if waiting or state.closed:
             return waiting
-        if state.round != self._round or self._node not in state.participants:
+        if state.round != self._round.number or self._node not in state.participants:
             self._say("the other nodes started a round without this node. Its workers stop and join the next round.")
             return 1
-        lost = sorted(name for node, name in self._members.items() if node not in state.participants)
+        lost = sorted(name for node, name in self._round.names.items() if node not in state.participants)
         if lost:
             self._say(f"lost node: {', '.join(lost)}. Workers restart now.")
         return len(lost)
@@ -262,11 +285,11 @@ class ReftRendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         if self._warm:
             self._warm.close()
-        if self._round < 0:  # an agent that never took part must not end the job
-            self._inner._stop_heartbeats()
+        if self._round.number < 0:  # an agent that never took part must not end the job
+            stop_heartbeats(self._inner)
             return True
         has_finished = sys.exc_info()[0] is None
-        if self._heartbeat_client and self._round_members:
+        if self._heartbeat_client and self._round.members:
             self._heartbeat_client.close(AgentPhase.FINISHED if has_finished else AgentPhase.FAILED)
         self._settle()
         is_closed = bool(self._inner.shutdown())
@@ -274,8 +297,8 @@ class ReftRendezvousHandler(RendezvousHandler):
             self._holder.leave()
         except RendezvousError as error:
             say(f"could not remove this node from the rendezvous: {error}")
-        if has_finished and self._daemon and self._daemon[1].unattended and self._round_members:
-            free_under_slurm(self._daemon[0], self._round_members.job)
+        if has_finished and self._daemon and self._daemon[1].unattended and self._round.members:
+            free_under_slurm(self._daemon[0], self._round.members.job)
         return is_closed
 
 

@@ -36,19 +36,18 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousBackend,
-    RendezvousSettings,
-    _Action,
-    _DistributedRendezvousOpExecutor,
-    _NodeDesc,
-    _remove_participant_epilogue,
-    _RendezvousContext,
-    _RendezvousStateHolder,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, RendezvousSettings
 
 from reft.core.membership.sticky_ranks import PreviousRank, assign
 from reft.elastic.shared_state import AgentFacts, SharedState, decode, encode, member
+from reft.elastic.torch_internals import (
+    Action,
+    NodeDesc,
+    OpExecutor,
+    RendezvousContext,
+    RendezvousStateHolder,
+    finish_removal,
+)
 
 POLL_S = 0.2
 POLL_S_PER_NODE = 0.001  # 1000 agents then read the store 1000 times a second, not 5000 times
@@ -66,7 +65,7 @@ def poll_s(max_nodes: int) -> float:
     return min(POLL_S + POLL_S_PER_NODE * max_nodes, POLL_MAX_S)
 
 
-def recorder(name: str, run_id: str, node: _NodeDesc) -> Callable[..., None]:
+def recorder(name: str, run_id: str, node: NodeDesc) -> Callable[..., None]:
     """Returns a `_record` method for one of torch's classes, with a fixed event name (7)."""
 
     def record(message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
@@ -92,7 +91,7 @@ class LastBeat:
     silent_s: float
 
 
-class StateHolder(_RendezvousStateHolder):
+class StateHolder(RendezvousStateHolder):
     """One agent's copy of the shared state.
 
     Args:
@@ -104,7 +103,7 @@ class StateHolder(_RendezvousStateHolder):
     """
 
     def __init__(
-        self, backend: RendezvousBackend, settings: RendezvousSettings, node: _NodeDesc, is_gone: IsGone
+        self, backend: RendezvousBackend, settings: RendezvousSettings, node: NodeDesc, is_gone: IsGone
     ) -> None:
         self._backend, self._settings, self._node, self._is_gone = backend, settings, node, is_gone
         self._state = SharedState()
@@ -113,7 +112,7 @@ class StateHolder(_RendezvousStateHolder):
         self._cache_s = poll_s(settings.max_nodes)
         self._expiry_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._synced_s = float("-inf")
-        self._last_beats: dict[_NodeDesc, LastBeat] = {}
+        self._last_beats: dict[NodeDesc, LastBeat] = {}
 
     @property
     def state(self) -> SharedState:
@@ -175,11 +174,11 @@ class StateHolder(_RendezvousStateHolder):
             was_participant = node in state.participants
             state.drop(node)
             if was_participant:
-                _remove_participant_epilogue(state, self._settings)
+                finish_removal(state, self._settings)
             self._dirty = True  # write the removal, so that not every agent must find it out
 
 
-class Executor(_DistributedRendezvousOpExecutor):
+class Executor(OpExecutor):
     """Executes the actions of torch's operations; see the module.
 
     Args:
@@ -191,7 +190,7 @@ class Executor(_DistributedRendezvousOpExecutor):
     """
 
     def __init__(
-        self, node: _NodeDesc, holder: StateHolder, settings: RendezvousSettings, facts: AgentFacts, shrink_s: float
+        self, node: NodeDesc, holder: StateHolder, settings: RendezvousSettings, facts: AgentFacts, shrink_s: float
     ) -> None:
         super().__init__(node, holder, settings)
         self._record = recorder(type(self).__name__, settings.run_id, node)  # type: ignore[method-assign]
@@ -201,14 +200,14 @@ class Executor(_DistributedRendezvousOpExecutor):
     def run(self, state_handler: Any, deadline: float, update_deadline: Any = None) -> None:
         """Runs torch's loop, but reads the state again soon where torch waits for a second."""
 
-        def handler(context: _RendezvousContext, until: float) -> _Action:
+        def handler(context: RendezvousContext, until: float) -> Action:
             pause_s = FIRST_POLL_S
-            while (action := state_handler(context, until)) == _Action.SYNC:
+            while (action := state_handler(context, until)) == Action.SYNC:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._poll_s)
                 self._holder.sync(fresh=True)
                 self._state = self._holder.state
-                context = _RendezvousContext(self._node, self._state, self._settings)
+                context = RendezvousContext(self._node, self._state, self._settings)
             return action
 
         super().run(handler, deadline, update_deadline)

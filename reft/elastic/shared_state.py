@@ -12,9 +12,9 @@ from datetime import datetime
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from reft.core.membership.sticky_ranks import Participant, PreviousRank
+from reft.elastic.torch_internals import NodeDesc, RendezvousState
 
 FORMAT = 1
 
@@ -36,7 +36,7 @@ class AgentFacts:
     addresses: tuple[str, ...] = field(default=())
 
 
-class SharedState(_RendezvousState):
+class SharedState(RendezvousState):
     """torch's rendezvous state with more fields.
 
     Attributes:
@@ -48,16 +48,16 @@ class SharedState(_RendezvousState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.facts: dict[_NodeDesc, AgentFacts] = {}
+        self.facts: dict[NodeDesc, AgentFacts] = {}
         self.places: list[PreviousRank] = []
         self.launch = ""
         self.token = ""
 
-    def everyone(self) -> set[_NodeDesc]:
+    def everyone(self) -> set[NodeDesc]:
         """Returns all nodes that take part, wait, or are spare."""
         return {*self.participants, *self.wait_list, *self.redundancy_list}
 
-    def drop(self, node: _NodeDesc) -> None:
+    def drop(self, node: NodeDesc) -> None:
         """Removes a node from all lists."""
         self.last_heartbeats.pop(node, None)
         self.participants.pop(node, None)
@@ -65,7 +65,7 @@ class SharedState(_RendezvousState):
         self.redundancy_list.discard(node)
 
 
-def member(state: SharedState, node: _NodeDesc) -> Participant:
+def member(state: SharedState, node: NodeDesc) -> Participant:
     """Returns the node as `reft.core.membership.sticky_ranks` names nodes."""
     return Participant(str(node), state.facts.get(node, AgentFacts()).home)
 
@@ -126,7 +126,7 @@ def _state(document: dict[str, Any]) -> SharedState:
     nodes = []
     for entry in document["nodes"]:
         address, pid, local_id = entry["agent"]
-        node = _NodeDesc(str(address), int(pid), int(local_id))
+        node = NodeDesc(str(address), int(pid), int(local_id))
         nodes.append(node)
         last_heartbeat = _moment(entry["beat"])
         if last_heartbeat is not None:
@@ -142,7 +142,7 @@ def _state(document: dict[str, Any]) -> SharedState:
     return state
 
 
-def _entry(state: SharedState, node: _NodeDesc) -> dict[str, Any]:
+def _entry(state: SharedState, node: NodeDesc) -> dict[str, Any]:
     facts = state.facts.get(node, AgentFacts())
     return {
         "agent": [node.addr, node.pid, node.local_id],

@@ -272,12 +272,12 @@ def test_an_agent_reacts_to_signals_while_the_store_blocks(make_job, capfd, monk
     assert job.ranks(a, b) == [0, 1]
     b._inner._stop_heartbeats()
     nodes = (pb.Node(id="node-b", name="rack 2"),)
-    a._round_members = RoundMembers("job", "node-a", "launch", 0, b"", nodes)
+    a._round = replace(a._round, members=RoundMembers("job", "node-a", "launch", 0, b"", nodes))
     job.shared.answers.clear()
     a._holder._synced_s = float("-inf")
     assert a.num_nodes_waiting() == a.num_nodes_waiting() == 0
     assert job.shared.blocked_calls == 1, "there is still only one question"
-    a._signals.heard(a._round_members, AgentReaction(frozenset({"node-b"}), "OFFLINE: it is silent.", "node-b"))
+    a._signals.heard(a._round.members, AgentReaction(frozenset({"node-b"}), "OFFLINE: it is silent.", "node-b"))
     assert a.num_nodes_waiting() == 1 and job.shared.blocked_calls == 1
     assert "node rack 2: OFFLINE: it is silent. Workers restart now." in capfd.readouterr().err
     (joined,) = job.join(a)

@@ -206,11 +206,9 @@ def test_if_forks_are_impossible_all_workers_are_started_cold(tmp_path, monkeypa
 
 
 def test_a_worker_forked_after_cuda_was_used_never_runs(tmp_path, monkeypatch, capsys):
-    (tmp_path / "torch.py").write_text(
-        "import types\ncuda = types.SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: True)"
-    )
+    (tmp_path / "uses_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True")
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
-    workers = WarmWorkers(["torch"], str(tmp_path))
+    workers = WarmWorkers(["uses_cuda"], str(tmp_path))
     command = [sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"]
     try:
         assert workers.start(command, {}, [0, 1, 2]) is None
@@ -239,6 +237,21 @@ def test_a_torch_without_a_private_name_is_not_patched(monkeypatch, capsys):
     workers.install()
     assert torch_patch.api.get_subprocess_handler is before and workers.start([], {}, []) is None
     assert "SubprocessHandler._popen, so warm=yes has no effect" in capsys.readouterr().err
+
+
+def test_a_torch_that_does_not_tell_a_workers_outputs_starts_the_worker(monkeypatch, capsys):
+    monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
+    workers = WarmWorkers([], "")
+    workers.install()
+    handler_class = torch_patch.api.get_subprocess_handler
+    handler = object.__new__(handler_class)  # without __init__: no _stdout, no _stderr
+    monkeypatch.setattr(torch_patch.SubprocessHandler, "_popen", lambda self, args, env: "started by torch")
+    try:
+        assert handler._popen(("true",), {}) == handler._popen(("true",), {}) == "started by torch"
+    finally:
+        workers.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "started cold: this torch has no SubprocessHandler._stdout or ._stderr" in line
 
 
 def test_a_server_ends_with_its_agent(server):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 MOST_ENTRIES = 14  # files and folders directly in a package
 
-LEAVES = {"reft.errors", "reft.config", "reft.console", "reft.failpoints", "reft.schedules"}
+LEAVES = {"reft.errors", "reft.config", "reft.console", "reft.failpoints", "reft.private_names", "reft.schedules"}
 # The integrations run in the trainer, so they belong to the client program.
 PROGRAMS = {
     "reft.client": "client",
@@ -36,7 +36,9 @@ IMPURE = {
 # The subpackages of each package, from the top layer to the bottom. A subpackage imports lower ones
 # only.
 LAYERS = {
-    "reft.client": ("attach", "session", "schedule", "restore", "snapshot", "link", "state", "memory"),
+    "reft.client": (
+        *("attach", "session", "schedule", "restore", "snapshot", "link", "state", "memory", "torch_internals"),
+    ),
     "reft.core": (
         *("status", "recovery", "commit", "coding", "membership", "pipeline", "layout"),
         *("budget", "text"),
@@ -47,7 +49,7 @@ LAYERS = {
     ),
     "reft.elastic": (
         *("handler", "rounds", "heartbeat_client", "node", "store_poller", "orphan_reaper", "stores", "warm"),
-        *("options", "shared_state"),
+        *("options", "shared_state", "torch_internals"),
     ),
     "reft.cli": (
         *("main", "demo", "recover", "recover_view", "status_text", "status_view", "survey", "timeline", "ask"),

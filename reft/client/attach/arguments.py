@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reft.client import torch_internals
 from reft.client.attach import stage_names
 from reft.client.schedule import hooks
 from reft.client.state.extract.registry import extractor_of
@@ -71,6 +72,7 @@ class AttachArguments:
             )
         if self.tolerate is not None and self.tolerate < 0:
             raise ConfigError(f"tolerate is {self.tolerate}; it is a number of nodes, 0 or more.")
+        torch_internals.require([*models, *self.optimizers, *self.state.values(), self.schedule])
         modules = stage_names.modules_of(models, self.schedule)
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
         scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}
@@ -88,7 +90,7 @@ class AttachArguments:
         missing = []
         others = [v for v in self.objects().values() if not isinstance(v, torch.optim.lr_scheduler.LRScheduler)]
         has_scheduler = len(others) < len(self.objects())
-        if not has_scheduler and any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers):
+        if not has_scheduler and any(torch_internals.has_lr_scheduler(o) for o in self.optimizers):
             missing.append("the LR scheduler")
         if not others:
             missing.append("the data position")

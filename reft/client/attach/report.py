@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from reft.client import torch_internals
 from reft.client.attach.arguments import AttachArguments
 from reft.client.schedule import hooks
 from reft.client.state.extract.optimizers import OptimizerExtractor
@@ -126,7 +127,7 @@ def exposure(placement: Placement) -> list[str]:
 
 def not_covered(request: AttachArguments, tracked: TrackedObjects, world: int) -> list[str]:
     """Returns lines about state that a restart would not restore, and about reasons to differ."""
-    lines = []
+    lines = torch_internals.notices(tracked.modules.values(), tracked.optimizers, request.schedule)
     if isinstance(request.schedule, hooks.PIPELINES):
         lines.append("the schedule is only a description: copies use the gaps that the loop marks with session.idle().")
     if world > 2 and any(_regroups(module) for module in tracked.modules.values()):
@@ -176,7 +177,7 @@ def _states_of_hooks(module: nn.Module) -> list[str]:
     """Returns the type names of the state of DDP's communication hooks, without process groups."""
     if not isinstance(module, nn.parallel.DistributedDataParallel):
         return []
-    states = [state for _, state in getattr(module, "_comm_hooks", ())]
+    states = torch_internals.hook_states(module)
     return [type(each).__name__ for each in states if each is not None and not isinstance(each, ProcessGroup)]
 
 

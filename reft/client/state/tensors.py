@@ -20,10 +20,9 @@ from torch import nn
 
 from reft.client.state.extract.dtensor import Region, local_piece
 from reft.client.state.parameters import ParameterNames
+from reft.client.torch_internals import WRAPPERS, local_tensor, write_count
 from reft.core.layout.layout import Layout, Leaf, pack, plain_strides, strides_of
 from reft.errors import UnsupportedState
-
-WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def without_wrappers(name: str) -> str:
@@ -93,9 +92,127 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-LOCAL, SHAPE, VERSION = attrgetter("_local_tensor"), attrgetter("shape"), attrgetter("_version")
+SHAPE = attrgetter("shape")
 ADDRESS, NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 END = object()  # equals no entry of any container
+
+
+class TensorPlaces:
+    """The containers and entries in which tensors were found, with the objects found there."""
+
+    def __init__(self) -> None:
+        self._tracked: list[tuple[Mapping[Any, Any], Any, object]] = []
+        # Those of `_tracked` whose container is not in `_views`.
+        self._single_entries: list[tuple[Mapping[Any, Any], Any, object]] = []
+        self._sizes: list[tuple[Any, int]] = []
+        # Containers without entries, as most modules have.
+        self._empty: list[Any] = []
+        self._views: list[Iterable[Any]] = []
+        self._entries: list[Any] = []
+        # Ids of the containers whose entries are all in `_entries`.
+        self._listed: set[int] = set()
+        self._containers: list[MutableMapping[Any, Any]] = []
+
+    def track_entry(self, place: Mapping[Any, Any], key: object, value: object) -> None:
+        """Tracks that `place[key]` is `value` itself."""
+        self._tracked.append((place, key, value))
+        if id(place) not in self._listed:
+            self._single_entries.append((place, key, value))
+
+    def track_size(self, container: Any) -> None:
+        """Tracks the number of entries of a container."""
+        self._sizes.append((container, len(container)))
+
+    def track_entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
+        """Tracks the very objects in a container, so that a replaced entry is noticed."""
+        view: Iterable[Any] = container.values() if isinstance(container, Mapping) else container
+        self._listed.add(id(container))
+        if isinstance(container, MutableMapping):
+            self._containers.append(container)
+        if not container:
+            self._empty.append(container)
+            return
+        self._views.append(view)
+        self._entries.extend(view)
+
+    def rollback_to(self, before: TensorPlaces) -> None:
+        """Removes every tensor found since `before`, and puts back replaced values."""
+        earlier = {(id(place), key): value for place, key, value in before._tracked}
+        emptied = set()
+        for place, key, value in self._tracked:
+            if not isinstance(value, torch.Tensor) or not isinstance(place, MutableMapping):
+                continue
+            if (id(place), key) not in earlier:
+                place.pop(key, None)
+                emptied.add(id(place))
+            elif earlier[id(place), key] is not value:
+                place[key] = earlier[id(place), key]
+        for container in self._containers:
+            for key in [key for key, value in container.items() if id(value) in emptied and not value]:
+                del container[key]
+
+    def is_current(self) -> bool:
+        """Returns whether every container still has the very same entries.
+
+        Runs at every mark, so the code is terse.
+        """
+        return (
+            not any(self._empty)
+            and all(len(container) == size for container, size in self._sizes)
+            # END closes both lists: an added or removed entry shifts all entries after it.
+            and all(map(is_, chain(chain.from_iterable(self._views), (END,)), chain(self._entries, (END,))))
+            and all(place.get(key) is value for place, key, value in self._single_entries)
+        )
+
+
+class TensorMemory:
+    """The memory of tensors: where the memory lay, and how large each tensor was."""
+
+    def __init__(self) -> None:
+        self._located: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._fixed: list[torch.Tensor] = []
+        self._numels: list[int] = []
+        self._resizable: list[torch.Tensor] = []
+        self._shapes: list[torch.Size] = []
+        self._wrappers: list[torch.Tensor] = []
+        self._locals: list[torch.Tensor] = []
+
+    def track_address(self, tensor: torch.Tensor) -> None:
+        """Tracks the memory address of a plain tensor."""
+        self._located.append(tensor)
+        self._addresses.append(tensor.data_ptr())
+
+    def track(self, tensor: torch.Tensor, local: torch.Tensor, staged: bool) -> None:
+        """Tracks the address and the size of a tensor's local memory.
+
+        Args:
+            tensor: a plain tensor or a DTensor.
+            local: the plain tensor itself, or the DTensor's local tensor.
+            staged: whether forward may change the tensor.
+        """
+        if local is not tensor:
+            self._wrappers.append(tensor)
+            self._locals.append(local)
+        self.track_address(local)
+        if staged:  # buffers may be resized in place; comparing numel takes a third of the time
+            self._resizable.append(local)
+            self._shapes.append(local.shape)
+        else:
+            self._fixed.append(local)
+            self._numels.append(local.numel())
+
+    def is_current(self) -> bool:
+        """Returns whether each tensor has the address and the size that it had.
+
+        Runs at every mark, so the code is terse.
+        """
+        return (
+            all(map(is_, map(local_tensor, self._wrappers), self._locals))
+            and list(map(ADDRESS, self._located)) == self._addresses
+            and list(map(NUMEL, self._fixed)) == self._numels
+            and list(map(SHAPE, self._resizable)) == self._shapes
+        )
 
 
 @dataclass
@@ -108,6 +225,8 @@ class TensorIndex:
         boxes: name → region of the whole tensor, for local tensors that are not the whole tensor.
         rename: maps an extractor's name to the name in the whole job.
         names: name and place of each parameter.
+        places: the containers in which the tensors were found.
+        memory: addresses and sizes of the tensors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -115,25 +234,8 @@ class TensorIndex:
     boxes: dict[str, Region] = field(default_factory=dict)
     rename: Callable[[str], str] = str
     names: ParameterNames = field(default_factory=ParameterNames)
-    _tracked: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
-    # Those of `_tracked` whose container is not in `_views`.
-    _single_entries: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
-    _located: list[torch.Tensor] = field(default_factory=list)
-    _addresses: list[int] = field(default_factory=list)
-    _fixed: list[torch.Tensor] = field(default_factory=list)
-    _numels: list[int] = field(default_factory=list)
-    _resizable: list[torch.Tensor] = field(default_factory=list)
-    _shapes: list[torch.Size] = field(default_factory=list)
-    _wrappers: list[torch.Tensor] = field(default_factory=list)
-    _locals: list[torch.Tensor] = field(default_factory=list)
-    _sizes: list[tuple[Any, int]] = field(default_factory=list)
-    # Containers without entries, as most modules have.
-    _empty: list[Any] = field(default_factory=list)
-    _views: list[Iterable[Any]] = field(default_factory=list)
-    _entries: list[Any] = field(default_factory=list)
-    # Ids of the containers whose entries are all in `_entries`.
-    _listed: set[int] = field(default_factory=set)
-    _containers: list[MutableMapping[Any, Any]] = field(default_factory=list)
+    places: TensorPlaces = field(default_factory=TensorPlaces)
+    memory: TensorMemory = field(default_factory=TensorMemory)
     _versioned: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
@@ -163,20 +265,10 @@ class TensorIndex:
         """
         name = self.rename(name)
         local, region = local_piece(name, tensor)
-        if region is None:
-            region = box
-        else:
-            self._wrappers.append(tensor)
-            self._locals.append(local)
+        region = box if region is None else region
         check_supported(name, local)
         self.track_entry(place, key, tensor)
-        self.track_address(local)
-        if staged:  # buffers may be resized in place; comparing numel takes a third of the time
-            self._resizable.append(local)
-            self._shapes.append(local.shape)
-        else:
-            self._fixed.append(local)
-            self._numels.append(local.numel())
+        self.memory.track(tensor, local, staged)
         identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
         if local.numel() and identity in self._seen:
             return
@@ -200,63 +292,27 @@ class TensorIndex:
 
     def track_entry(self, place: Mapping[Any, Any], key: object, value: object) -> None:
         """Tracks that `place[key]` is `value` itself."""
-        self._tracked.append((place, key, value))
-        if id(place) not in self._listed:
-            self._single_entries.append((place, key, value))
+        self.places.track_entry(place, key, value)
 
     def track_address(self, tensor: torch.Tensor) -> None:
         """Tracks the memory address of a plain tensor."""
-        self._located.append(tensor)
-        self._addresses.append(tensor.data_ptr())
+        self.memory.track_address(tensor)
 
     def track_size(self, container: Any) -> None:
         """Tracks the number of entries of a container."""
-        self._sizes.append((container, len(container)))
+        self.places.track_size(container)
 
     def track_entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
         """Tracks the very objects in a container, so that a replaced entry is noticed."""
-        view: Iterable[Any] = container.values() if isinstance(container, Mapping) else container
-        self._listed.add(id(container))
-        if isinstance(container, MutableMapping):
-            self._containers.append(container)
-        if not container:
-            self._empty.append(container)
-            return
-        self._views.append(view)
-        self._entries.extend(view)
+        self.places.track_entries(container)
 
     def rollback_to(self, before: TensorIndex) -> None:
         """Removes every tensor created since `before` was built, and puts back replaced values."""
-        earlier = {(id(place), key): value for place, key, value in before._tracked}
-        emptied = set()
-        for place, key, value in self._tracked:
-            if not isinstance(value, torch.Tensor) or not isinstance(place, MutableMapping):
-                continue
-            if (id(place), key) not in earlier:
-                place.pop(key, None)
-                emptied.add(id(place))
-            elif earlier[id(place), key] is not value:
-                place[key] = earlier[id(place), key]
-        for container in self._containers:
-            for key in [key for key, value in container.items() if id(value) in emptied and not value]:
-                del container[key]
+        self.places.rollback_to(before.places)
 
     def is_current(self) -> bool:
-        """Returns whether every tensor is where it was, and none was added or removed.
-
-        Runs at every mark, so the code is terse.
-        """
-        return (
-            not any(self._empty)
-            and all(len(container) == size for container, size in self._sizes)
-            # END closes both lists: an added or removed entry shifts all entries after it.
-            and all(map(is_, chain(chain.from_iterable(self._views), (END,)), chain(self._entries, (END,))))
-            and all(place.get(key) is value for place, key, value in self._single_entries)
-            and all(map(is_, map(LOCAL, self._wrappers), self._locals))
-            and list(map(ADDRESS, self._located)) == self._addresses
-            and list(map(NUMEL, self._fixed)) == self._numels
-            and list(map(SHAPE, self._resizable)) == self._shapes
-        )
+        """Returns whether every tensor is where it was, and none was added or removed."""
+        return self.places.is_current() and self.memory.is_current()
 
     def versions(self) -> list[int]:
         """Returns how often each leaf was written in place, in the order of `tensors`.
@@ -265,7 +321,7 @@ class TensorIndex:
         inference mode are left out, because torch does not count their writes: for example a mask
         that an evaluation puts into a buffer.
         """
-        return list(map(VERSION, self._versioned))
+        return list(map(write_count, self._versioned))
 
     def leaves(self) -> list[Leaf]:
         """Returns all leaves, in the order of discovery."""

@@ -18,6 +18,7 @@ from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.state.extract.registry import Extractor, extractor_of
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex, device_of, without_wrappers
+from reft.client.torch_internals import SCALER_TENSORS
 from reft.core.layout.layout import Leaf
 from reft.core.layout.stage_naming import StageNaming
 
@@ -132,7 +133,7 @@ class TrackedObjects:
         for prefix, value, extractor in self.items():
             extractor.bind(index, prefix, value, names)
         for name, scaler in self.scalers.items():
-            for key in ("_scale", "_growth_tracker"):
+            for key in SCALER_TENSORS:
                 value = vars(scaler).get(key)
                 if value is None:
                     index.track_entry(vars(scaler), key, value)

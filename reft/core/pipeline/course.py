@@ -181,6 +181,23 @@ class PacingPlan:
         return self._seconds_from[self.phases[index].tier][index] * USABLE_TIME
 
 
+class EnteredPhase(NamedTuple):
+    """The phase that training is in, as it was when training entered the phase.
+
+    Attributes:
+        number: of the phase, counted from the mark.
+        began_s: when training entered the phase.
+        bytes_left: bytes that were left to copy then.
+        carry: bytes that the phase before was allowed to copy and did not.
+    """
+
+    number: int
+    tier: Tier
+    began_s: float
+    bytes_left: int
+    carry: float
+
+
 class PacedCopy:
     """One snapshot that is being copied; see the module. Times are seconds of any one clock.
 
@@ -203,11 +220,9 @@ class PacedCopy:
             self._planned_bytes = pacing_plan.longest_gaps(self._bytes_left)
             self._planned_bytes_from = [*accumulate(reversed(self._planned_bytes), initial=0)][::-1]
             self._parity_bytes_after_step = max(0, sum(weights[parity:]) - pacing_plan.gap_capacities_from[0])
-        self._index, self._tier = 0, Tier.COMPUTE
-        self._window_began_s = self._phase_began_s = 0.0
-        self._bytes_left_at_entry = self._bytes_left
-        self._phase_bytes = 0
-        self._carry = 0.0
+        self._window_began_s = 0.0
+        self._phase = EnteredPhase(0, Tier.COMPUTE, 0.0, self._bytes_left, 0.0)
+        self._phase_bytes = 0  # bytes taken in this phase
         self._is_unpaced = pacing_plan is None
 
     @property
@@ -217,14 +232,12 @@ class PacedCopy:
 
     def begin(self, now_s: float) -> None:
         """Starts the window, at the mark."""
-        self._window_began_s = self._phase_began_s = now_s
+        self._window_began_s, self._phase = now_s, self._phase._replace(began_s=now_s)
 
     def enter(self, now_s: float, index: int, tier: Tier) -> None:
         """Notes that training enters a phase; its number counts from the mark."""
-        if not self._is_unpaced:
-            self._carry = max(0.0, self._allowance(now_s) - self._phase_bytes)
-        self._index, self._tier, self._phase_began_s = index, tier, now_s
-        self._bytes_left_at_entry, self._phase_bytes = self._bytes_left, 0
+        carry = self._phase.carry if self._is_unpaced else max(0.0, self._allowance(now_s) - self._phase_bytes)
+        self._phase, self._phase_bytes = EnteredPhase(index, tier, now_s, self._bytes_left, carry), 0
         phases = self._pacing_plan.phases if self._pacing_plan else ()
         if index >= len(phases) or phases[index].tier is not tier:
             self._is_unpaced = True
@@ -232,7 +245,7 @@ class PacedCopy:
     def lift(self, tier: Tier | None = None) -> None:
         """Lets all copies go at once: the fence asks, or a caller waits for the snapshot."""
         self._is_unpaced = True
-        self._tier = tier or self._tier
+        self._phase = self._phase._replace(tier=tier or self._phase.tier)
 
     def abandon(self) -> None:
         """Drops all tasks that are left."""
@@ -244,9 +257,10 @@ class PacedCopy:
         """Returns the priorities of threads that may get a task in this phase."""
         if self._is_unpaced or self._pacing_plan is None:
             return frozenset({Priority.ALL, Priority.BUSY})
-        if self._tier is Tier.GAP:
+        if self._phase.tier is Tier.GAP:
             return frozenset({Priority.ALL, Priority.IDLE}) if self._is_gap_used else frozenset()
-        owes = self._parity_bytes_after_step > 0 or self._pacing_plan.owed(self._index, self._bytes_left_at_entry) > 0
+        owed = self._pacing_plan.owed(self._phase.number, self._phase.bytes_left)
+        owes = self._parity_bytes_after_step > 0 or owed > 0
         return frozenset({Priority.ALL, Priority.BUSY}) if owes else frozenset()
 
     def take(self, now_s: float, priority: Priority) -> CopyTask | None:
@@ -259,7 +273,7 @@ class PacedCopy:
         number = queue.popleft()
         self._bytes_left -= self._weights[number]
         self._phase_bytes += self._weights[number]
-        return CopyTask(number, self._tier)
+        return CopyTask(number, self._phase.tier)
 
     def due_s(self, now_s: float) -> float:
         """Returns the seconds until time alone may make a task due.
@@ -267,16 +281,16 @@ class PacedCopy:
         They count for threads that are not IDLE. A new phase may make one due sooner.
         """
         latest = max(0.0, self._late_s - now_s)
-        if self._tier is Tier.GAP or not self._chunks or self._pacing_plan is None:
+        if self._phase.tier is Tier.GAP or not self._chunks or self._pacing_plan is None:
             return latest
-        owed = self._pacing_plan.owed(self._index, self._bytes_left_at_entry)
+        owed = self._pacing_plan.owed(self._phase.number, self._phase.bytes_left)
         if owed <= 0:
             return latest
-        missing = self._phase_bytes + self._weights[self._chunks[0]] - self._carry
-        elapsed_s = missing / owed * self._pacing_plan.ahead_s(self._index)
-        if elapsed_s > self._pacing_plan.phases[self._index].seconds:
+        missing = self._phase_bytes + self._weights[self._chunks[0]] - self._phase.carry
+        elapsed_s = missing / owed * self._pacing_plan.ahead_s(self._phase.number)
+        if elapsed_s > self._pacing_plan.phases[self._phase.number].seconds:
             return latest
-        return min(latest, max(0.0, self._phase_began_s + elapsed_s - now_s))
+        return min(latest, max(0.0, self._phase.began_s + elapsed_s - now_s))
 
     @property
     def _late_s(self) -> float:
@@ -289,11 +303,11 @@ class PacedCopy:
         if self._is_unpaced:
             return any_left if priority is not Priority.IDLE else None
         assert self._pacing_plan is not None
-        if self._tier is Tier.GAP:
+        if self._phase.tier is Tier.GAP:
             return any_left if priority is not Priority.BUSY and self._is_gap_used else None
         if priority is Priority.IDLE:
             return None
-        if self._parity_bytes_after_step > 0 and self._index == 0 and self._parity:
+        if self._parity_bytes_after_step > 0 and self._phase.number == 0 and self._parity:
             self._parity_bytes_after_step -= self._weights[self._parity[0]]
             return self._parity
         if self._chunks and self._phase_bytes + self._weights[self._chunks[0]] <= self._allowance(now_s):
@@ -308,15 +322,16 @@ class PacedCopy:
         are left.
         """
         assert self._pacing_plan is not None
-        is_behind = self._bytes_left > self._planned_bytes_from[self._index + 1]
-        return self._planned_bytes[self._index] > 0 or (is_behind and self._pacing_plan.gap_capacities[self._index] > 0)
+        index = self._phase.number
+        is_behind = self._bytes_left > self._planned_bytes_from[index + 1]
+        return self._planned_bytes[index] > 0 or (is_behind and self._pacing_plan.gap_capacities[index] > 0)
 
     def _allowance(self, now_s: float) -> float:
         """Returns the bytes that may be copied in this phase until now, beside training."""
-        if self._tier is Tier.GAP or self._pacing_plan is None:
-            return self._carry
-        owed = self._pacing_plan.owed(self._index, self._bytes_left_at_entry)
-        expected_s = self._pacing_plan.phases[self._index].seconds
-        elapsed_s = min(now_s - self._phase_began_s, expected_s)
-        ahead_s = self._pacing_plan.ahead_s(self._index)
-        return min(owed, self._carry + owed * (elapsed_s / ahead_s if ahead_s > 0 else 1.0))
+        phase, plan = self._phase, self._pacing_plan
+        if phase.tier is Tier.GAP or plan is None:
+            return phase.carry
+        owed = plan.owed(phase.number, phase.bytes_left)
+        elapsed_s = min(now_s - phase.began_s, plan.phases[phase.number].seconds)
+        ahead_s = plan.ahead_s(phase.number)
+        return min(owed, phase.carry + owed * (elapsed_s / ahead_s if ahead_s > 0 else 1.0))

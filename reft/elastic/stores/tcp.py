@@ -22,12 +22,13 @@ from typing import Any
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from reft.config import Config, child_environment
 from reft.console import say
 from reft.elastic.options import number
 from reft.elastic.stores.store_host import BEATS
+from reft.elastic.torch_internals import is_own_hostname
 from reft.errors import ConfigError
 from reft.wire.daemon_launcher import own_folder
 
@@ -87,7 +88,7 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBa
         return TcpBackend(store, rendezvous_id), store
     host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
     is_host = parameters.get_as_bool("is_host")
-    if _matches_machine_hostname(host) if is_host is None else is_host:
+    if is_own_hostname(host) if is_host is None else is_host:
         _ensure_host(host, port, number(parameters, "store_idle_exit"))
     try:
         store = _connected(host, port, timeout)

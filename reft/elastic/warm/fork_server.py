@@ -201,11 +201,13 @@ def _fork() -> int:
 def _is_in_bad_fork() -> bool:
     """Returns whether torch says that CUDA was used before this fork.
 
-    The function's name in torch is private; torch 2.13 has it.
+    The server has imported torch_internals with torch: `reft.elastic.warm.warm.MODULES`.
     """
-    torch: Any = sys.modules.get("torch")
-    ask = getattr(getattr(torch, "cuda", None), "_is_in_bad_fork", None)
-    return bool(ask and ask())
+    if "torch" not in sys.modules:
+        return False
+    from reft.elastic.torch_internals import is_in_bad_fork
+
+    return is_in_bad_fork()
 
 
 class _ScriptLoader(importlib.machinery.SourceFileLoader):

@@ -4,11 +4,9 @@
                                   ▲                         ├─ a process: a Popen of a forked child
                                   └ installed ─► undo       └─ None: torch starts the worker itself
 
-This is the only file that patches them. What torch later does with a worker is unchanged. Private
-names that are used, and the versions that were tried:
-    api.get_subprocess_handler, SubprocessHandler._popen, ._stdout, ._stderr     torch 2.13
-    subprocess.Popen._execute_child, ._child_created                            CPython 3.11
-If one is missing, nothing is patched, and the caller gets the name.
+This is the only file that patches them. What torch later does with a worker is unchanged. The
+private names that are used stand in reft.elastic.torch_internals, table WARM. If one is missing,
+nothing is patched, and the caller gets the name.
 """
 
 from __future__ import annotations
@@ -20,7 +18,9 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-Start = Callable[[Sequence[str], Mapping[str, str], Sequence[int]], "subprocess.Popen[bytes] | None"]
+from reft.elastic.torch_internals import WARM, missing, outputs_of
+
+Start = Callable[[Sequence[str], Mapping[str, str], "Sequence[int] | None"], "subprocess.Popen[bytes] | None"]
 
 
 class PrivateNameMissing(Exception):
@@ -50,23 +50,19 @@ def install(start: Start) -> Callable[[], None]:
 
     Args:
         start: takes a command, all environment variables, and descriptors of stdin, stdout and
-            stderr.
+            stderr. No descriptors: this torch does not tell them, and must start the worker.
 
     Raises:
         PrivateNameMissing: a name is missing; nothing was changed.
     """
-    required_names: list[tuple[Any, str]] = [(api, "get_subprocess_handler"), (SubprocessHandler, "_popen")]
-    required_names += [(subprocess.Popen, "_execute_child"), (subprocess.Popen, "_child_created")]
-    for holder, name in required_names:
-        if not hasattr(holder, name):
-            raise PrivateNameMissing(f"{holder.__name__}.{name}")
+    for name in missing(WARM):
+        raise PrivateNameMissing(str(name))
     original = api.get_subprocess_handler
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-            files = (getattr(self, "_stdout", None), getattr(self, "_stderr", None))
-            descriptors = [0, *(file.fileno() if file else number for number, file in enumerate(files, 1))]
-            return start(args, env, descriptors) or super()._popen(args, env)
+            outputs = outputs_of(self)
+            return start(args, env, None if outputs is None else [0, *outputs]) or super()._popen(args, env)
 
     def undo() -> None:
         if api.get_subprocess_handler is Handler:

@@ -39,7 +39,7 @@ from reft.elastic.warm.torch_patch import ForkedProcess
 # trainer's side.
 MODULES = (
     "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.optim.lr_scheduler", "reft.client.attach.api",
-    "reft.client.restore.materialize",
+    "reft.client.restore.materialize", "reft.elastic.torch_internals",
 )  # fmt: skip
 START_S = 120.0  # for the imports; a cold start needs the same time
 FORK_S = 20.0
@@ -148,13 +148,21 @@ class WarmWorkers:
             say(f"this torch or Python has no {error}, so warm=yes has no effect.")
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+        self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] | None
     ) -> subprocess.Popen[bytes] | None:
         """Returns a forked worker.
 
         If torch must start it, the result is None, after a line with the reason.
+
+        Args:
+            command: of the worker.
+            environment: all variables of the worker.
+            descriptors: stdin, stdout and stderr of the worker; None if this torch does not tell.
         """
         if self._server is None:
+            return None
+        if descriptors is None:
+            self._say("started cold: this torch has no SubprocessHandler._stdout or ._stderr.")
             return None
         if not can_fork(command):
             self._say(f"started cold: {' '.join(command[:4])} … is not a Python script that can be forked.")

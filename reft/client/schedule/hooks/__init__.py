@@ -19,6 +19,7 @@ from typing import Any
 
 from reft.client.schedule.hooks import ddp, deepspeed, pipelining, waits
 from reft.client.schedule.iteration_profile import Closed, IterationProfiler
+from reft.client.torch_internals import is_schedule
 from reft.errors import ConfigError
 from reft.schedules import Custom, GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV
 
@@ -45,7 +46,7 @@ def closed(schedule: Any) -> Closed | None:
 
     None if reft knows no description of the schedule.
     """
-    described = pipelining.description(schedule) if pipelining.is_schedule(schedule) else schedule
+    described = pipelining.description(schedule) if is_schedule(schedule) else schedule
     if isinstance(described, PIPELINES):
         return described.gaps
     return None
@@ -77,6 +78,6 @@ def follow(schedule: Any, profiler: IterationProfiler, models: Iterable[Any] = (
 
 def _follower(schedule: Any) -> Callable[[Any, IterationProfiler], Callable[[], None]] | None:
     """Returns the function that hooks a schedule; None for a description or an unknown kind."""
-    if pipelining.is_schedule(schedule):
+    if is_schedule(schedule):
         return pipelining.follow
     return deepspeed.follow if deepspeed.is_engine(schedule) else None

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reft.client.schedule.iteration_profile import OTHER, WAIT, IterationProfiler
+from reft.client.torch_internals import backward_queue
 from reft.core.pipeline.pacing import Tier
 
 
@@ -33,7 +34,9 @@ def follow(models: Iterable[Any], profiler: IterationProfiler) -> Callable[[], N
         profiler: gets the reports. Its engine must keep host time: on a device the stream waits,
             not Python.
     """
-    queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    queue = backward_queue()
+    if queue is None:
+        return _nothing  # attach has printed a line (`torch_internals.notices`)
 
     def begun() -> None:
         if profiler.name == OTHER:
@@ -63,6 +66,10 @@ def follow(models: Iterable[Any], profiler: IterationProfiler) -> Callable[[], N
             handle.remove()
 
     return stop
+
+
+def _nothing() -> None:
+    """Removes nothing, because no hook was installed."""
 
 
 def _first(output: Any) -> torch.Tensor | None:

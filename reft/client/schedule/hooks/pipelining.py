@@ -17,6 +17,7 @@ from typing import Any
 
 from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
 from reft.client.state.extract.modules import is_a
+from reft.client.torch_internals import LOSS, microbatches_of, stages_of
 from reft.core.pipeline.actions import ActionKind
 from reft.core.pipeline.pacing import Tier
 from reft.schedules import GPipe, Interleaved, OneFOneB, ZeroBubbleV
@@ -30,20 +31,15 @@ WORK = {
 }
 
 
-def is_schedule(value: Any) -> bool:
-    """Decides whether `follow` accepts a value; does not import torch.distributed.pipelining."""
-    return is_a(value, "_PipelineSchedule")
-
-
-def stages_of(schedule: Any) -> list[Any]:
-    """Returns the stages of this process."""
-    return list(getattr(schedule, "_stages", None) or [schedule._stage])
-
-
 def description(schedule: Any) -> Pipeline | None:
-    """Returns the description of a schedule in `reft.schedules`; None for an unknown schedule."""
-    stages = stages_of(schedule)
-    microbatches, first = schedule._n_microbatches, stages[0]
+    """Returns the description of a schedule in `reft.schedules`.
+
+    None for an unknown schedule, or if this torch does not tell the number of microbatches.
+    """
+    stages, microbatches = stages_of(schedule), microbatches_of(schedule)
+    if microbatches is None:
+        return None
+    first = stages[0]
     if is_a(schedule, "Schedule1F1B"):
         return OneFOneB(first.stage_index, first.num_stages, microbatches)
     if is_a(schedule, "ScheduleGPipe"):
@@ -59,7 +55,7 @@ def follow(schedule: Any, profiler: IterationProfiler) -> Callable[[], None]:
     """Wraps the methods of the schedule and its stages. It returns a function that undoes that."""
     stages = stages_of(schedule)
     counted = _Counted(profiler)
-    undo = [_wrap(schedule, "step", counted.step), _wrap(schedule, "_compute_loss", counted.beside("loss"))]
+    undo = [_wrap(schedule, "step", counted.step), _wrap(schedule, LOSS.name, counted.beside("loss"))]
     for stage in stages:
         part = f".{stage.stage_index}" if len(stages) > 1 else ""
         undo += [_wrap(stage, method, counted.work(kind, part)) for method, kind in WORK.items()]

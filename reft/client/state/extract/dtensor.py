@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from reft.client.torch_internals import STRIDED_SHARD, local_tensor
 from reft.errors import UnsupportedState
 
 
@@ -51,7 +52,7 @@ def local_piece(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Region |
     """
     if not isinstance(tensor, DTensor):
         return tensor, None
-    local, mesh, placements = tensor._local_tensor, tensor.device_mesh, tensor.placements
+    local, mesh, placements = local_tensor(tensor), tensor.device_mesh, tensor.placements
     shape = tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # the rank is not in the mesh: no elements
@@ -75,7 +76,7 @@ def is_strided(placement: Any) -> bool:
 
     Compares the name: torch has moved the class and its base more than once.
     """
-    return type(placement).__name__ == "_StridedShard"
+    return type(placement).__name__ == STRIDED_SHARD
 
 
 def region_of(

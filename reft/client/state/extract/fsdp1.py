@@ -25,6 +25,14 @@ from torch import nn
 
 from reft.client.state.extract.dtensor import Region
 from reft.client.state.parameters import NamedParameter
+from reft.client.torch_internals import (
+    FLAT_NAME,
+    LOCAL_SHARD,
+    flattened_entries,
+    fsdp1_handle,
+    original_parameters,
+    parameters_of,
+)
 
 # A module's submodules, each once, with its path. Kept, because walking takes milliseconds.
 Parts = Sequence[tuple[str, nn.Module]]
@@ -38,8 +46,8 @@ class ShardedFlatParameter(NamedTuple):
         shard: FSDP's shard: this rank's slice, 1-D. Not a shard of reft's code.
         pieces: the pieces of parameters in that slice. Their names start with the wrapper's path,
             without the model's prefix ("model.0").
-        slots: the entries that it replaces, as (id of a module's _parameters, key). Not a snapshot
-            slot.
+        slots: the entries that it replaces, as (id of a module's container of parameters, key). Not
+            a snapshot slot.
     """
 
     place: Mapping[str, Any]
@@ -54,23 +62,23 @@ def flat_parameters(parts: Parts) -> Iterator[ShardedFlatParameter]:
     for path, part in parts:
         if not any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
             continue
-        handle = part._handle
-        if handle is None or not handle.uses_sharded_strategy:
+        handle = fsdp1_handle(part)
+        if handle is None:
             continue
         flat = handle.flat_param
-        shard = vars(flat).get("_local_shard")
-        # The first forward sets _local_shard to flat.data. Before that, flat.data is the slice.
+        shard = vars(flat).get(LOCAL_SHARD)
+        # The first forward sets LOCAL_SHARD to flat.data. Before that, flat.data is the slice.
         memory = flat.data if shard is None else shard
         # The path inside the model. ModuleExtractor later puts the model's prefix before the name.
         prefix = f"{path}." if path else ""
-        if flat._params is None:
-            pieces = [_whole(f"{prefix}_flat_param", handle, memory)]
-            slots = {(id(part._parameters), "_flat_param")}
+        originals = original_parameters(flat)
+        if originals is None:
+            pieces = [_whole(f"{prefix}{FLAT_NAME}", handle, memory)]
+            slots = {(id(parameters_of(part)), FLAT_NAME)}
         else:
-            pieces = [*_pieces(prefix, flat, memory)]
-            infos = [*flat._param_infos, *flat._shared_param_infos]
-            slots = {(id(info.module._parameters), info.param_name) for info in infos}
-        yield ShardedFlatParameter(vars(flat), "_local_shard", memory, pieces, slots)
+            pieces = [*_pieces(prefix, originals, memory)]
+            slots = flattened_entries(flat)
+        yield ShardedFlatParameter(vars(flat), LOCAL_SHARD, memory, pieces, slots)
 
 
 def _whole(name: str, handle: Any, shard: torch.Tensor) -> NamedParameter:
@@ -79,10 +87,9 @@ def _whole(name: str, handle: Any, shard: torch.Tensor) -> NamedParameter:
     return NamedParameter(name, handle.flat_param, shard, Region((size * handle.world_size,), (size * handle.rank,)))
 
 
-def _pieces(prefix: str, flat: Any, shard: torch.Tensor) -> Iterator[NamedParameter]:
+def _pieces(prefix: str, originals: Sequence[Any], shard: torch.Tensor) -> Iterator[NamedParameter]:
     """Yields the slice of each original parameter in the shard; the slice may be empty."""
-    infos = zip(flat._params, flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
-    for parameter, name, shape, info in infos:
+    for parameter, name, shape, info in originals:
         whole = shape.numel()
         # Not in the shard: an empty region at the end of the parameter.
         first = info.intra_param_start_idx if info.in_shard else whole

@@ -30,6 +30,7 @@ from reft.client.state.extract.dtensor import Region
 from reft.client.state.extract.modules import ModuleExtractor, track_structure
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex
+from reft.client.torch_internals import buffers_of, parameters_of
 from reft.core.layout.flat_ranges import split_numbering_axes
 from reft.errors import UnsupportedState
 
@@ -69,7 +70,7 @@ class MegatronModuleExtractor(ModuleExtractor):
     def parameters(self, prefix: str, value: nn.Module, known: ParameterNames) -> Iterator[NamedParameter]:
         """Yields the parameters of any chunk, named as in Megatron's checkpoints."""
         regions = _names_and_regions(value)
-        for module_tensor in self.slots(prefix, value, "_parameters"):
+        for module_tensor in self.slots(prefix, value, parameters_of):
             if id(module_tensor.tensor) not in regions:
                 raise UnsupportedState(
                     f"{module_tensor.name} is not in {type(unwrapped(value)).__name__}.sharded_state_dict, so reft cannot "
@@ -85,11 +86,11 @@ class MegatronModuleExtractor(ModuleExtractor):
         Buffers that are not in checkpoints belong to their chunk and stage.
         """
         track_structure(index, [*value.named_modules()])
-        for module_tensor in self.slots(prefix, value, "_parameters"):
+        for module_tensor in self.slots(prefix, value, parameters_of):
             named = names[id(module_tensor.tensor)]
             index.add(named.name, module_tensor.place, module_tensor.key, module_tensor.tensor, box=named.box)
         regions = _names_and_regions(value)
-        for module_tensor in self.slots(prefix, value, "_buffers"):
+        for module_tensor in self.slots(prefix, value, buffers_of):
             shape = tuple(module_tensor.tensor.shape)
             default = (module_tensor.name, Region(shape, (0,) * len(shape), f"[{_stage()}]"))
             name, box = regions.get(id(module_tensor.tensor), default)

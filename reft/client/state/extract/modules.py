@@ -1,7 +1,7 @@
 """Models: plain and DDP modules, FSDP2's, and all with DTensor parameters (TP, SP, EP).
 
-module._parameters, _buffers ─► leaves
-FSDP2                 FSDPParam.sharded_param replaces the entry of _parameters, because
+a module's parameters and buffers ─► leaves
+FSDP2                 FSDPParam.sharded_param replaces the module's entry, because
                       forward puts the gathered parameter there and may leave it there
 FSDP1, ZeRO-3         the shards lie elsewhere, in memory that stays in place
 """
@@ -22,7 +22,17 @@ from reft.client.state.extract.registry import Removable
 from reft.client.state.extract.zero3 import partitioned_parameters
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex, without_wrappers
+from reft.client.torch_internals import (
+    buffers_of,
+    fsdp2_parameters,
+    is_persistent,
+    owners_of,
+    parameters_of,
+    submodules_of,
+)
 from reft.core.layout.layout import Leaf
+
+ContainerOf = Callable[[nn.Module], dict[str, Any]]
 
 
 class ModuleTensor(NamedTuple):
@@ -74,10 +84,10 @@ class ModuleExtractor:
                 index.add(name, {name: named.local}, name, named.local, box=named.box)
         for module_tensor in self._parameters(prefix, parts, elsewhere):
             index.add(module_tensor.name, module_tensor.place, module_tensor.key, module_tensor.tensor)
-        for module_tensor in _slots(prefix, parts, "_buffers"):
+        for module_tensor in _slots(prefix, parts, buffers_of):
             index.add(module_tensor.name, module_tensor.place, module_tensor.key, module_tensor.tensor, staged=True)
 
-    def slots(self, prefix: str, module: nn.Module, attribute: str) -> Iterator[ModuleTensor]:
+    def slots(self, prefix: str, module: nn.Module, container_of: ContainerOf) -> Iterator[ModuleTensor]:
         """Yields the tensors of the module and its submodules.
 
         Parameters of FSDP1 and ZeRO-3 are left out.
@@ -85,11 +95,11 @@ class ModuleExtractor:
         Args:
             prefix: prefix of the names.
             module: the outermost module.
-            attribute: "_parameters" or "_buffers".
+            container_of: `parameters_of` or `buffers_of`.
         """
         parts = [*module.named_modules()]
-        if attribute == "_buffers":
-            return _slots(prefix, parts, attribute)
+        if container_of is buffers_of:
+            return _slots(prefix, parts, container_of)
         return self._parameters(prefix, parts, _sharded_elsewhere(parts))
 
     def _parameters(
@@ -98,7 +108,7 @@ class ModuleExtractor:
         """Yields the modules' parameters; for FSDP2, the sharded parameters instead."""
         sharded = _sharded_by_fsdp2(parts)
         flat = {entry for each in elsewhere for entry in each.slots}
-        for module_tensor in _slots(prefix, parts, "_parameters"):
+        for module_tensor in _slots(prefix, parts, parameters_of):
             at = (id(module_tensor.place), module_tensor.key)
             if at not in flat:
                 yield sharded[at]._replace(name=module_tensor.name) if at in sharded else module_tensor
@@ -116,15 +126,15 @@ class ModuleExtractor:
         """
         saved_leaves = {leaf.name: leaf for leaf in leaves if leaf.shape == leaf.global_shape}
         for path, part in value.named_modules():
-            for key, tensor in part._buffers.items():
+            for key, tensor in buffers_of(part).items():
                 leaf = saved_leaves.get(f"{prefix}.{without_wrappers(f'{path}.{key}' if path else key)}")
-                if leaf is not None and (tensor is None or key in part._non_persistent_buffers_set):
+                if leaf is not None and (tensor is None or not is_persistent(part, key)):
                     neighbor = (
                         tensor if tensor is not None else next(chain(part.parameters(), value.parameters()), None)
                     )
                     device = None if neighbor is None else neighbor.device
                     dtype = getattr(torch, leaf.dtype)
-                    part._buffers[key] = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=device)
+                    buffers_of(part)[key] = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=device)
 
     def capture(self, prefix: str, value: nn.Module, names: ParameterNames) -> dict[str, Any]:
         """Returns nothing: all state of a module is in leaves."""
@@ -146,8 +156,8 @@ def track_structure(index: TensorIndex, parts: Parts) -> None:
     moving_containers = {at for at, _ in _sharded_by_fsdp2(parts)}
     moving_containers.update(at for flat in _sharded_elsewhere(parts) for at, _ in flat.slots)
     for _, part in parts:
-        index.track_entries(part._modules)
-        for container in (part._parameters, part._buffers):
+        index.track_entries(submodules_of(part))
+        for container in (parameters_of(part), buffers_of(part)):
             track = index.track_size if id(container) in moving_containers else index.track_entries
             track(container)
             for key, tensor in container.items():
@@ -155,10 +165,10 @@ def track_structure(index: TensorIndex, parts: Parts) -> None:
                     index.track_entry(container, key, None)
 
 
-def _slots(prefix: str, parts: Parts, attribute: str) -> Iterator[ModuleTensor]:
-    """Yields the tensors in one attribute of each module."""
+def _slots(prefix: str, parts: Parts, container_of: ContainerOf) -> Iterator[ModuleTensor]:
+    """Yields the tensors in one container of each module."""
     for path, part in parts:
-        container = getattr(part, attribute)
+        container = container_of(part)
         for name, tensor in container.items():
             if tensor is not None:
                 yield ModuleTensor(
@@ -174,19 +184,11 @@ def _sharded_elsewhere(parts: Parts) -> list[ShardedFlatParameter]:
 def _sharded_by_fsdp2(parts: Parts) -> dict[tuple[int, str], ModuleTensor]:
     """Returns the sharded parameters of FSDP2.
 
-    Maps (id of a module's _parameters, key) → the sharded nn.Parameter, which stays the same.
+    Maps (id of a module's container of parameters, key) → the sharded nn.Parameter, which stays.
     """
     sharded = {}
     for _, part in parts:
-        if not is_a(part, "FSDPModule"):
-            continue
-        state = part._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch before 2.12 has at most one group
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        for each in (each for group in groups for each in group.fsdp_params):
-            info = each._module_info
+        for each in fsdp2_parameters(part) if is_a(part, "FSDPModule") else ():
             module_tensor = ModuleTensor("", vars(each), "sharded_param", each.sharded_param)
-            owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
-            sharded.update({(id(owner._parameters), name): module_tensor for owner, name in owners})
+            sharded.update({(id(parameters_of(owner)), name): module_tensor for owner, name in owners_of(each)})
     return sharded

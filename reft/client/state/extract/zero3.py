@@ -27,6 +27,7 @@ import torch
 from reft.client.state.extract.dtensor import Region
 from reft.client.state.extract.fsdp1 import Parts, ShardedFlatParameter
 from reft.client.state.parameters import NamedParameter
+from reft.client.torch_internals import parameters_of
 
 STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 ATTRIBUTES_READ = (
@@ -43,13 +44,13 @@ ATTRIBUTES_READ = (
 def partitioned_parameters(parts: Parts) -> Iterator[ShardedFlatParameter]:
     """Yields this rank's slice of each parameter that ZeRO-3 has partitioned."""
     for path, part in parts:
-        for name, parameter in part._parameters.items():
+        for name, parameter in parameters_of(part).items():
             shard = getattr(parameter, "ds_tensor", None)
             if parameter is None or shard is None:
                 continue
             box, size = _slice_of(parameter)
             piece = NamedParameter(f"{path}.{name}" if path else name, parameter, shard.detach()[:size], box)
-            yield ShardedFlatParameter(vars(parameter), "ds_tensor", shard, [piece], {(id(part._parameters), name)})
+            yield ShardedFlatParameter(vars(parameter), "ds_tensor", shard, [piece], {(id(parameters_of(part)), name)})
 
 
 def _slice_of(parameter: Any) -> tuple[Region, int]:

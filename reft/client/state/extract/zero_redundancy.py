@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from reft.client.state.extract.optimizers import OptimizerExtractor
+from reft.client.torch_internals import overlaps_with_ddp
 from reft.errors import UnsupportedState
 
 
@@ -31,7 +32,7 @@ class ZeroRedundancyExtractor(OptimizerExtractor):
 
         With this option, DDP's hooks step during backward, which leaves no window to copy in.
         """
-        if value._overlap_with_ddp:
+        if overlaps_with_ddp(value):
             raise UnsupportedState(
                 f"{prefix} is a ZeroRedundancyOptimizer with overlap_with_ddp, which writes the state during backward.",
                 "overlap_with_ddp=False",
