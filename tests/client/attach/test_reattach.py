@@ -42,25 +42,25 @@ def snapshots(unplanned_leaves: tuple[str, ...] = (), retires: bool = True) -> A
 
 
 def reviews(other: dict[str, Any] | Exception) -> Any:
-    return PlacementReviews(SimpleNamespace(rank_group=Exchange(other)), 10)  # type: ignore[arg-type]
+    return PlacementReviews(SimpleNamespace(rank_group=Exchange(other)), (), 10)  # type: ignore[arg-type]
 
 
 def test_ranks_exchange_only_when_a_review_is_due():
     it, held = reviews({"misfits": False}), snapshots()
     assert all(it.at(step, held) is held for step in range(11, 75))
-    assert it.attachment.rank_group.met == 6
+    assert it.context.rank_group.met == 6
 
 
 def test_a_missing_rank_ends_the_reviews_not_the_snapshots():
     it, held = reviews(AttachError("not all came")), snapshots(("leaf",))
     assert it.at(12, held) is held and it.at(14, held) is held
-    assert it.attachment.rank_group.met == 1
+    assert it.context.rank_group.met == 1
 
 
 def test_a_failed_reattach_ends_the_snapshots_not_training(caplog):
     it = reviews({"misfits": True})
     assert it.at(12, snapshots(retires=False)) is None
-    assert "takes no more snapshots" in caplog.text and it.attachment.rank_group.group is None
+    assert "takes no more snapshots" in caplog.text and it.context.rank_group.group is None
 
 
 BASE, OWN = Version(Epoch(2, b"b" * 16), 6), Epoch(3, b"c" * 16)

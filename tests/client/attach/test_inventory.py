@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reft.client.attach import absent_nodes
+from reft.client.attach import inventory
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -18,7 +18,7 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
         answers: node → its answers to the first and to the second question.
     """
     asked = []
-    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: settled)
+    monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: settled)
 
     def ask(nodes, is_again):
         asked.append(("".join(node.id for node in nodes), is_again))
@@ -30,7 +30,7 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
                 each.reply.node_id = node.id
         return reply
 
-    found = absent_nodes.survey_absent_nodes(
+    found = inventory.survey_absent_nodes(
         JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES[n] for n in answers], ask, ()
     )
     return sorted(found.replies), found.silent, asked
@@ -56,7 +56,7 @@ def test_a_node_that_had_the_full_time_is_not_asked_again(monkeypatch):
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_node_at_the_address_of_a_lost_node_is_not_counted_twice(monkeypatch, settled):
     """Node b was rebooted as node a. It takes part now and answers at the address of b."""
-    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: settled)
+    monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: settled)
     asked = []
 
     def ask(nodes, is_again):
@@ -65,7 +65,7 @@ def test_a_node_at_the_address_of_a_lost_node_is_not_counted_twice(monkeypatch, 
             nodes=[pb.SurveyedNode(node=NODES["b"], reply=pb.InventoryReply(node_id="a"), brief=True)]
         )
 
-    found = absent_nodes.survey_absent_nodes(JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
+    found = inventory.survey_absent_nodes(JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
     assert (sorted(found.replies), found.silent, asked) == (["a"], ("b",), [False])
 
 
@@ -85,25 +85,25 @@ def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.Inven
 
 def test_a_node_that_only_a_survey_names_is_asked_too(monkeypatch):
     """The job moved from nodes a, b to b, c. Now a takes part again, and does not know c."""
-    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: True)
+    monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: True)
     says, asked = {"b": chained("b", 2, "bc", "ab"), "c": chained("c", 2, "bc", "ab")}, []
 
     def ask(nodes, is_again):
         asked.append("".join(node.id for node in nodes))
         return pb.SurveyReply(nodes=[pb.SurveyedNode(node=node, reply=says[node.id]) for node in nodes])
 
-    found = absent_nodes.survey_absent_nodes(JobSurvey({"a": chained("a", 1, "ab")}), [NODES["b"]], ask, ())
+    found = inventory.survey_absent_nodes(JobSurvey({"a": chained("a", 1, "ab")}), [NODES["b"]], ask, ())
     assert asked == ["b", "c"] and sorted(found.replies) == ["a", "b", "c"]
 
 
 def test_nodes_of_an_older_history_are_not_asked(monkeypatch):
     """Nodes that left two attaches ago may be gone for good. Each restart would wait for them."""
-    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: True)
+    monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: True)
     asked = []
 
     def ask(nodes, is_again):
         asked.append("".join(node.id for node in nodes))
         return pb.SurveyReply(nodes=[pb.SurveyedNode(node=node, reply=chained("b", 2, "b", "cd")) for node in nodes])
 
-    absent_nodes.survey_absent_nodes(JobSurvey({"a": chained("a", 3, "a", "b")}), [NODES["b"]], ask, ())
+    inventory.survey_absent_nodes(JobSurvey({"a": chained("a", 3, "a", "b")}), [NODES["b"]], ask, ())
     assert asked == ["b"]
