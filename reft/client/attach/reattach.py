@@ -38,7 +38,7 @@ from reft.client.attach.begin import make_snapshotter
 from reft.client.attach.introduce import Description, describe, introduce
 from reft.client.attach.inventory import Erasure, take_inventory
 from reft.client.attach.plan import decide, make_plan, manifest_of_base, recover
-from reft.client.attach.restore import lease, registration
+from reft.client.attach.restore import lease, leases_of, registration
 from reft.client.link.exchange import gather
 from reft.client.snapshot.snapshotter import Snapshotter
 from reft.console import say
@@ -165,7 +165,7 @@ def reattach(
     mismatched = all_mismatched(description, known_mismatched, manifest_of_base(survey, recovery))
     plan = make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(0))
     decide(context, introduction, plan)
-    with registration(context, introduction, plan) as leases:
+    with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
         slots = lease(context, introduction, plan, leases)
         new_snapshots = make_snapshotter(
             context, introduction, plan, leases, slots, snapshots.copy_engine, snapshots.counts, step

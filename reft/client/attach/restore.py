@@ -17,6 +17,7 @@ from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Introduction
 from reft.client.attach.plan import AttachPlan
 from reft.client.link.exchange import together
+from reft.client.link.rank_group import RankGroup
 from reft.client.link.slots import ALLOCATION_BYTES_PER_S, MappedSlot, SlotLeases
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.decode import decoder_for
@@ -34,25 +35,29 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 @contextlib.contextmanager
-def registration(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> Iterator[SlotLeases]:
+def registration(rank_group: RankGroup, leases: SlotLeases) -> Iterator[SlotLeases]:
     """Registers each rank as trainer; yields its leases. An error ends the registration.
+
+    Args:
+        rank_group: all ranks of the job.
+        leases: the leases of this rank, from `leases_of`.
 
     Raises:
         ReftError: a rank can't be registered, for example because another trainer lives.
     """
-    leases = _leases(context, introduction, plan)
     with contextlib.ExitStack() as undo:
 
         def register() -> None:
             leases.register()
             undo.callback(_release, leases)
 
-        together(context.rank_group, register)
+        together(rank_group, register)
         yield leases
         undo.pop_all()
 
 
-def _leases(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> SlotLeases:
+def leases_of(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> SlotLeases:
+    """Returns the leases of this rank under the plan's epoch; registers nothing."""
     daemon, device = introduction.daemon, introduction.state.device
     return SlotLeases(
         address=daemon.address,

@@ -44,7 +44,7 @@ from reft.client.attach.plan import (
     mismatched_from,
     recover,
 )
-from reft.client.attach.restore import give_up, lease, registration, restore
+from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
 from reft.client.session import Session
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
@@ -73,7 +73,7 @@ def run_attach(context: AttachContext) -> AttachResult:
             survey = take_inventory(context, introduction, attempt.erased, attempt.first_survey)
             plan = plan_restore(introduction, description, survey, attempt, memory)
             decide(context, introduction, plan)
-            with registration(context, introduction, plan) as leases:
+            with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
                 result = restore(context, introduction, plan, leases, memory.buffer)
                 if not result.damaged:
                     slots = lease(context, introduction, plan, leases)
