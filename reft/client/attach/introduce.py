@@ -19,6 +19,7 @@ import torch
 from reft.client.attach.arguments import AttachArguments, AttachContext
 from reft.client.attach.launcher import die_with_parent
 from reft.client.attach.rank_table import (
+    IDENT_BYTES,
     AgreedSettings,
     IdentityFacts,
     JobSecrets,
@@ -271,13 +272,13 @@ def rank_info(context: AttachContext, state: LocalState, daemon: NodeDaemon, ide
         identity=identity,
         layout=LayoutFacts.of(state.predicted, state.symbolic),
         agreed=AgreedSettings.of(context.request, context.settings),
-        secrets=None if context.rank else make_secrets(context.settings.slots + 2),
+        secrets=None if context.rank else make_secrets(context.settings.slots + 1),
     )
 
 
 def make_secrets(tries: int) -> JobSecrets:
     """Returns new secrets of a job, for so many tries of one attach."""
-    return JobSecrets(secrets.token_bytes(16 * tries), secrets.token_bytes(32))
+    return JobSecrets(secrets.token_bytes(IDENT_BYTES * tries), secrets.token_bytes(32))
 
 
 def describe(context: AttachContext, introduction: Introduction) -> Description:

@@ -45,18 +45,18 @@ class AttachTry:
     erased: frozenset[Erasure] = frozenset()
     first_survey: JobSurvey | None = None
 
-    def after(self, plan: AttachPlan, damaged: Collection[int], slots: int) -> AttachTry:
+    def after(self, plan: AttachPlan, damaged: Collection[int], tries: int) -> AttachTry:
         """Returns the next try: without the damaged slots and capsules of this try.
 
         Args:
             plan: the plan of this try.
             damaged: the old ranks whose slots or capsules were damaged.
-            slots: the number of slots of each rank. There are no more versions to try.
+            tries: how many tries this attach has.
 
         Raises:
             RestoreError: every version that was tried is damaged.
         """
-        if self.number >= slots:
+        if self.number + 1 >= tries:
             job = plan.manifest.job
             raise RestoreError(f"every version of job {job} that was tried is damaged.", f"reft-cli purge {job}")
         assert plan.base is not None, "only a base can be damaged"

@@ -26,6 +26,8 @@ from reft.errors import ConfigError
 from reft.wire import manifest, messages
 from reft.wire.v1 import daemon_pb2 as pb
 
+IDENT_BYTES = 16  # of an epoch's id
+
 
 @dataclass(frozen=True)
 class IdentityFacts:
@@ -159,16 +161,22 @@ class JobSecrets:
     """Random bytes that rank 0 makes for the job.
 
     Attributes:
-        idents: an id of 16 bytes for the epoch of each try.
+        idents: an id of IDENT_BYTES for the epoch of each try. Two decisions of one attach must
+            differ.
         token: the job's token.
     """
 
     idents: bytes
     token: bytes
 
+    @property
+    def tries(self) -> int:
+        """How many tries this attach has, by the slots of rank 0: ranks may have other slots."""
+        return len(self.idents) // IDENT_BYTES
+
     def ident(self, number: int) -> bytes:
-        """Returns the id of a try's epoch. Two decisions of one attach must differ."""
-        return self.idents[16 * number :][:16]
+        """Returns the id of a try's epoch."""
+        return self.idents[IDENT_BYTES * number :][:IDENT_BYTES]
 
 
 @dataclass(frozen=True)

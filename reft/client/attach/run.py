@@ -82,7 +82,7 @@ def run_attach(context: AttachContext) -> AttachResult:
             # Remove the state that this try has made: an older version may not have it.
             introduction.state.tracked.bind().rollback_to(introduction.state.tensor_index)
             memory.close()
-            attempt = attempt.after(plan, result.damaged, context.settings.slots)
+            attempt = attempt.after(plan, result.damaged, introduction.ranks.secrets.tries)
 
 
 def plan_restore(

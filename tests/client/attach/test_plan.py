@@ -130,7 +130,7 @@ def test_after_damage_older_versions_are_tried_until_none_is_left():
             plan = planned(survey, attempt.erased)
             assert plan.base is not None
             bases.append(plan.base.step)
-            attempt = attempt.after(plan, damaged, slots=5)
+            attempt = attempt.after(plan, damaged, tries=6)
             survey = JobSurvey(survey.replies, before=attempt.first_survey)
     assert bases == [8, 7, 6] and attempt.number == 3
     assert {slot for _, slot, _ in attempt.erased} == {f"rank-1.slot-{step}" for step in (6, 7, 8)}
@@ -138,25 +138,25 @@ def test_after_damage_older_versions_are_tried_until_none_is_left():
 
 def test_a_damaged_capsule_is_erased_under_its_own_name():
     plan = planned(survey_of(FIRST, {"a": [8]}, a=[(1, 8)]), nodes="ac")
-    assert AttachTry().after(plan, [1], slots=3).erased == {("a", "capsule-1", Version(EPOCH, 8))}
+    assert AttachTry().after(plan, [1], tries=4).erased == {("a", "capsule-1", Version(EPOCH, 8))}
 
 
-def test_there_are_as_many_tries_as_slots_and_one_more():
+def test_after_the_last_try_attach_fails():
     plan = planned(survey_of(FIRST, {"a": [8], "b": [8]}))
     attempt = AttachTry()
     for _ in range(2):
-        attempt = attempt.after(plan, [0], slots=2)
+        attempt = attempt.after(plan, [0], tries=3)
     with pytest.raises(
         RestoreError, match=r"every version of job job that was tried is damaged.\nFix: reft-cli purge job"
     ):
-        attempt.after(plan, [0], slots=2)
+        attempt.after(plan, [0], tries=3)
 
 
 def test_later_tries_remember_the_first_survey():
     first = planned(survey_of(FIRST, {"a": [7, 8], "b": [7, 8]}))
-    attempt = AttachTry().after(first, [1], slots=3)
+    attempt = AttachTry().after(first, [1], tries=4)
     second = planned(JobSurvey(first.survey.replies, before=attempt.first_survey), attempt.erased)
-    assert attempt.after(second, [1], slots=3).first_survey is first.survey
+    assert attempt.after(second, [1], tries=4).first_survey is first.survey
 
 
 # The decision
