@@ -28,7 +28,7 @@ from bench import result
 from bench.common import Goal, daemon, table
 from bench.options import output
 from bench.result import Row
-from reft.client.attach.rank_table import layout_facts
+from reft.client.attach.rank_table import LayoutFacts
 from reft.client.snapshot.replica_check import value_digests
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout import symbolic
@@ -62,7 +62,7 @@ def parts() -> dict[str, float]:
     leaves = [*tensor_index.leaves(), *predicted]
     layout = timed("pack and digest", lambda: pack(leaves))
     form = timed("symbolic table", lambda: symbolic.symbolic_form(leaves))
-    timed("facts", lambda: layout_facts(layout, form))
+    timed("facts", lambda: LayoutFacts.of(layout, form))
     timed("leaf table", lambda: messages.table_to(layout))
     timed("cells", lambda: divide({layout.digest: form}, [layout.digest] * 8))
     timed("values, 8 MB", lambda: value_digests(tensor_index, tensor_index.tensors))

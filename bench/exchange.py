@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,8 +33,18 @@ from bench.common import Goal, table
 from bench.options import output
 from bench.result import Row
 from reft.client.attach.arguments import AttachArguments
-from reft.client.attach.rank_table import RankTable, agreed_facts, layout_facts
-from reft.client.link.rank_group import broadcast_ranks, text_of
+from reft.client.attach.introduce import make_secrets
+from reft.client.attach.rank_table import (
+    AgreedSettings,
+    IdentityFacts,
+    LayoutFacts,
+    NodeIdentity,
+    ProcessFacts,
+    RankInfo,
+    RankTable,
+)
+from reft.client.link.exchange import RankMessage, from_json, to_json
+from reft.client.link.rank_group import broadcast_ranks
 from reft.client.snapshot.replica_check import all_match
 from reft.config import Config
 from reft.core.coding.placement import exposures
@@ -158,12 +167,12 @@ def received(messages: list[str]) -> int:
     return 8 * len(widths) + len(widths) * rest + sum(widths[rank] for rank in alone)
 
 
-def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
-    """Returns the first report of every rank, and the table of each rank."""
-    kinds: dict[object, tuple[symbolic.PatternTable, dict[str, Any], list[Leaf]]] = {}
-    digests: dict[object, str] = {}
-    facts_by_rank, tables = [], []
-    agreed = agreed_facts(AttachArguments(None, (), None, {}, None, "auto", 1), Config())
+def infos_of(job: Job) -> tuple[list[RankInfo], list[symbolic.PatternTable]]:
+    """Returns the info of every rank, and the table of each rank."""
+    kinds: dict[object, tuple[symbolic.PatternTable, LayoutFacts, list[Leaf]]] = {}
+    digests: dict[object, bytes] = {}
+    infos, tables = [], []
+    agreed = AgreedSettings.of(AttachArguments(None, (), None, {}, None, "auto", 1), Config())
     checked = {0, 1, 7, 8, 127, 128, job.world - 1, *range(5, job.world, job.world // 16)}
     for rank in range(job.world):
         kind = job.layers(rank)
@@ -172,7 +181,7 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
             form = symbolic.symbolic_form(leaves)
             axes = [next(leaf for leaf, p in zip(leaves, form.table.patterns, strict=True) if i in p.axes)
                     for i in range(len(form.table.axes))]  # fmt: skip
-            kinds[kind] = (form.table, layout_facts(pack(leaves), form), axes)
+            kinds[kind] = (form.table, LayoutFacts.of(pack(leaves), form), axes)
         table, described, axes = kinds[kind]
         cuts: list[int] = []
         for i, leaf in enumerate(axes):
@@ -181,28 +190,37 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
             cuts += job.cut(leaf.global_shape, {n: d for n, _, d in BLOCK}.get(name, 0), rank)[dim]
         layout_key = kind, *cuts
         if layout_key not in digests:  # rank 0 has a real digest; the others only need distinct ones
-            digest = hashlib.blake2b(repr((kind, cuts)).encode(), digest_size=16).hexdigest()
-            digests[layout_key] = digest if rank else described["layout"]
-        layout_report = {"layout": digests[layout_key], "table": described["table"], "cuts": cuts}
+            digest = hashlib.blake2b(repr((kind, cuts)).encode(), digest_size=16).digest()
+            digests[layout_key] = digest if rank else described.layout
+        layout = LayoutFacts(digests[layout_key], described.table, tuple(cuts))
         if rank in checked:
             leaves = list(job.leaves(rank))
             form = symbolic.symbolic_form(leaves)
-            real = layout_facts(pack(leaves), form)
-            if (real["table"], real["cuts"]) != (
-                layout_report["table"],
-                layout_report["cuts"],
-            ) or form.leaves() != leaves:
+            real = LayoutFacts.of(pack(leaves), form)
+            if (real.table, real.cuts) != (layout.table, layout.cuts) or form.leaves() != leaves:
                 raise RuntimeError(f"{job.name}: rank {rank} would report another layout")
         node = rank // RANKS
-        facts_by_rank.append({
-            "node": f"node-{node:05}", "node_id": f"{node:032x}", "addresses": [f"10.{node >> 8}.{node & 255}.7:29401"],
-            "domain": f"rack-{node // 16:04}", "threads": 14, "cpus": "f" * 28,
-            "job": "", "run_id": "run-2026-11-21", "slurm": "", "user": 1000,
-            "script": "/" + "opt/training/pretrain/train.py", "launch": "f" * 32, "unnamed": "", "pid": 100_000 + rank,
-            **({"ident": secrets.token_hex(80), "token": secrets.token_hex(32)} if rank == 0 else {}), **layout_report, **agreed,
-        })  # fmt: skip
+        addresses = (f"10.{node >> 8}.{node & 255}.7:29401",)
+        infos.append(
+            RankInfo(
+                node=NodeIdentity(f"node-{node:05}", f"{node:032x}", addresses, f"rack-{node // 16:04}"),
+                process=ProcessFacts(100_000 + rank, 14, "f" * 28),
+                identity=IdentityFacts(
+                    job="",
+                    run_id="run-2026-11-21",
+                    slurm="",
+                    script="/" + "opt/training/pretrain/train.py",
+                    user=1000,
+                    launch="f" * 32,
+                    unnamed="",
+                ),
+                layout=layout,
+                agreed=agreed,
+                secrets=None if rank else make_secrets(5),
+            )
+        )
         tables.append(table)
-    return facts_by_rank, tables
+    return infos, tables
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -210,20 +228,22 @@ def measure(job: Job) -> dict[str, Any]:
     clock = Clock()
     leaves = list(job.leaves(0))
     form = clock("own layout", lambda: symbolic.symbolic_form(leaves))
-    clock("own layout", lambda: layout_facts(pack(leaves), form))
-    reports, tables = facts(job)
-    sent = [json.dumps({"ok": each}) for each in reports]
+    clock("own layout", lambda: LayoutFacts.of(pack(leaves), form))
+    infos, tables = infos_of(job)
+    sent = [json.dumps({"ok": to_json(each)}) for each in infos]
     nbytes = received(sent)
-    rank_table = clock("facts", lambda: RankTable([json.loads(each)["ok"] for each in sent]))
+    rank_table = clock("facts", lambda: RankTable([from_json(RankInfo, json.loads(each)["ok"]) for each in sent]))
     nodes = clock("facts", lambda: (rank_table.job(), rank_table.nodes())[1])
-    first = {each["table"]: rank for rank, each in reversed(list(enumerate(reports)))}
+    first = {each.layout.table: rank for rank, each in reversed(list(enumerate(infos)))}
     clock("facts", lambda: rank_table.describes(job.world - 1))
-    described = [{"table": text_of(symbols.table_to(tables[rank]))} if first[each["table"]] == rank else {}
-                 for rank, each in enumerate(reports)]  # fmt: skip
-    sent = [json.dumps({"ok": each}) for each in described]
+    described = [
+        RankMessage(symbols.table_to(tables[rank]) if first[each.layout.table] == rank else b"")
+        for rank, each in enumerate(infos)
+    ]
+    sent = [json.dumps({"ok": to_json(each)}) for each in described]
     nbytes += received(sent)
-    described = clock("tables", lambda: [json.loads(each)["ok"] for each in sent])
-    distinct_tables, layouts, index = clock("tables", lambda: rank_table.layouts(described))
+    described = clock("tables", lambda: [from_json(RankMessage, json.loads(each)["ok"]) for each in sent])
+    distinct_tables, layouts, index = clock("tables", lambda: rank_table.layouts([each.data for each in described]))
     manifest = pb.Manifest(
         job="run", world=job.world, nodes=nodes, protect="auto", tolerate=-1, chunk_bytes=256 << 10, tables=distinct_tables,
         layouts=layouts, layout_of=index,

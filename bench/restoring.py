@@ -49,7 +49,7 @@ def restore(options: argparse.Namespace, job: str) -> dict[str, Any]:
 
         return call
 
-    for name in ("open", "load", "finish"):
+    for name in ("open", "make", "load", "finish"):
         setattr(Restore, name, timed(getattr(Restore, name)))
     missing = 2 * sum(parameter.nbytes for parameter in training.model.parameters())
     if options.into == "existing":

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reft.client.attach.arguments import AttachArguments
+from reft.client.attach.arguments import AttachArguments, AttachContext
 from reft.client.attach.launcher import agents_command, dropped_backend
 from reft.client.attach.reattach import PlacementReviews
-from reft.client.attach.run import Attachment
+from reft.client.attach.run import AttachResult, run_attach
 from reft.client.link.rank_group import RankGroup
 from reft.client.session import Session
 from reft.config import Config, Launch
 from reft.console import name_warnings, say
+from reft.failpoints import Failpoints
 
 
 def attach(
@@ -38,25 +39,32 @@ def attach(
             say(notice)
         requested = settings.tolerate if tolerate is None else tolerate
         attach_arguments = AttachArguments(
-            model, optimizers, schedule, dict(state or {}), None if requested == -1 else requested,
-            settings.protect if protect == "auto" else protect, 1 if every in (None, "auto") else every, every == "auto",
-        )  # fmt: skip
-        attachment = Attachment(settings, launch, rank_group, attach_arguments)
-        session = attachment.run()
+            model=model,
+            optimizers=optimizers,
+            schedule=schedule,
+            state=dict(state or {}),
+            tolerate=None if requested == -1 else requested,
+            protect=settings.protect if protect == "auto" else protect,
+            every=1 if every in (None, "auto") else every,
+            adapts=every == "auto",
+        )
+        context = AttachContext(settings, launch, rank_group, attach_arguments, Failpoints(settings.failpoints))
+        result = run_attach(context)
     except BaseException:
         rank_group.close()
         raise
-    return _with_reviews(session, attachment)
+    return _with_reviews(context, result)
 
 
-def _with_reviews(session: Session, attachment: Attachment) -> Session:
-    """Adds placement reviews to the session, if nodes can protect one another.
+def _with_reviews(context: AttachContext, result: AttachResult) -> Session:
+    """Returns the session, with placement reviews if nodes can protect one another.
 
     The reviews keep the rank group; without reviews the rank group is closed.
     """
-    domains = {node.domain or node.id for node in attachment.nodes}
-    if len(domains) > 1 and attachment.request.protect != "none":
-        session.review(PlacementReviews(attachment, session.step))
+    session, manifest = result.session, result.manifest
+    domains = {node.domain or node.id for node in manifest.nodes}
+    if len(domains) > 1 and context.request.protect != "none":
+        session.review(PlacementReviews(context, tuple(manifest.mismatched), session.step))
     else:
-        attachment.rank_group.close()
+        context.rank_group.close()
     return session

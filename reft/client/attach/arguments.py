@@ -1,4 +1,4 @@
-"""The arguments of `reft.attach`, and the checks of these arguments."""
+"""The arguments of `reft.attach`, their checks, and what every step of attach needs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from torch import nn
 
 from reft.client import torch_internals
 from reft.client.attach import stage_names
+from reft.client.link.rank_group import RankGroup
 from reft.client.schedule import hooks
 from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
+from reft.config import Config, Launch
 from reft.errors import ConfigError
+from reft.failpoints import Failpoints
 
 SCHEMES = ("auto", "arc", "aec", "none")
 
@@ -95,3 +98,27 @@ class AttachArguments:
         if not others:
             missing.append("the data position")
         return missing
+
+
+@dataclass(frozen=True)
+class AttachContext:
+    """What every step of one rank's attach needs.
+
+    Attributes:
+        settings: the settings of this rank.
+        launch: facts from the launcher's environment.
+        rank_group: all ranks of the job.
+        request: the arguments of `reft.attach`.
+        failpoints: the faults that tests inject.
+    """
+
+    settings: Config
+    launch: Launch
+    rank_group: RankGroup
+    request: AttachArguments
+    failpoints: Failpoints
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.rank_group.rank

@@ -1,19 +1,22 @@
-"""The facts of all ranks in an attach, with equal conclusions on every rank."""
+"""What each rank tells about itself in an attach, with equal conclusions on every rank.
+
+RankInfo of each rank ─► RankTable ─┬─► the job, or ConfigError: the ranks differ
+                                    ├─► the nodes, in the order of their lowest ranks
+                                    └─► symbolic tables and layouts, each once
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from reft.client.attach.arguments import AttachArguments
 from reft.client.attach.launcher import agents_command, chosen_run_id, launch_mark
-from reft.client.link.rank_group import bytes_of
 from reft.client.memory.threads import ComputeThreads
 from reft.config import Config, Launch
 from reft.core.layout.layout import Layout
@@ -23,16 +26,191 @@ from reft.errors import ConfigError
 from reft.wire import manifest, messages
 from reft.wire.v1 import daemon_pb2 as pb
 
+IDENT_BYTES = 16  # of an epoch's id
+
+
+@dataclass(frozen=True)
+class IdentityFacts:
+    """What a rank knows of the job; see `identify`."""
+
+    job: str
+    run_id: str
+    slurm: str
+    script: str
+    user: int
+    launch: str
+    unnamed: str
+
+    @classmethod
+    def of(cls, settings: Config, launch: Launch) -> IdentityFacts:
+        """Returns this rank's facts."""
+        return cls(
+            job=settings.job,
+            run_id=chosen_run_id(launch, agents_command()),
+            slurm=launch.slurm_job,
+            script=str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script",
+            user=os.getuid(),
+            launch=launch_mark(launch),
+            unnamed=launch.unnamed_job,
+        )
+
+    def identify(self) -> JobIdentity:
+        """Returns the job that these facts describe. For the whole job, rank 0's facts count.
+
+        Raises:
+            ConfigError: the job's name is not allowed.
+        """
+        return identify(
+            chosen=self.job,
+            run_id=self.run_id,
+            slurm_job=self.slurm,
+            script=self.script,
+            user=self.user,
+            launch=self.launch,
+            unnamed=self.unnamed,
+        )
+
+
+@dataclass(frozen=True)
+class AgreedSettings:
+    """The settings that must be the same on all ranks.
+
+    Each rank makes the manifest and the placement by itself, so these settings must not differ.
+
+    Attributes:
+        every: the snapshot interval; "auto" if the ranks agree on the interval.
+    """
+
+    protocol: int
+    protect: str
+    tolerate: int | None
+    every: int | str
+    chunk_bytes: int
+    load_transport: str
+
+    @classmethod
+    def of(cls, request: AttachArguments, settings: Config) -> AgreedSettings:
+        """Returns this rank's settings."""
+        return cls(
+            protocol=messages.PROTOCOL,
+            protect=request.protect,
+            tolerate=request.tolerate,
+            every="auto" if request.adapts else request.every,
+            chunk_bytes=settings.chunk_bytes,
+            load_transport=settings.load_transport,
+        )
+
+
+@dataclass(frozen=True)
+class LayoutFacts:
+    """A rank's layout, in short.
+
+    Attributes:
+        layout: digest of the layout.
+        table: digest of the symbolic table.
+        cuts: all cuts, as one list of numbers.
+    """
+
+    layout: bytes
+    table: str
+    cuts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, form: SymbolicLayout) -> LayoutFacts:
+        """Returns this rank's facts."""
+        table = xxhash.xxh3_128_hexdigest(manifest.table_to(form.table))
+        return cls(layout.digest, table, tuple(number for cut in form.cuts for number in cut))
+
+
+@dataclass(frozen=True)
+class NodeIdentity:
+    """The node that a rank runs on, as the node's daemon names it."""
+
+    name: str
+    id: str
+    addresses: tuple[str, ...]
+    domain: str
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """A rank's process: its pid as the daemon sees it, and its compute threads.
+
+    Attributes:
+        cpus: the CPUs of the threads, as the bits of a hex number.
+    """
+
+    pid: int
+    threads: int
+    cpus: str
+
+    @classmethod
+    def of(cls, pid: int, team: ComputeThreads) -> ProcessFacts:
+        """Returns the facts of a process."""
+        return cls(pid, team.threads, f"{sum(1 << cpu for cpu in team.cpus):x}")
+
+    @property
+    def team(self) -> ComputeThreads:
+        """The compute threads."""
+        cpus = int(self.cpus, 16)
+        return ComputeThreads(self.threads, frozenset(cpu for cpu in range(cpus.bit_length()) if cpus >> cpu & 1))
+
+
+@dataclass(frozen=True)
+class JobSecrets:
+    """Random bytes that rank 0 makes for the job.
+
+    Attributes:
+        idents: an id of IDENT_BYTES for the epoch of each try. Two decisions of one attach must
+            differ.
+        token: the job's token.
+    """
+
+    idents: bytes
+    token: bytes
+
+    @property
+    def tries(self) -> int:
+        """How many tries this attach has, by the slots of rank 0: ranks may have other slots."""
+        return len(self.idents) // IDENT_BYTES
+
+    def ident(self, number: int) -> bytes:
+        """Returns the id of a try's epoch."""
+        return self.idents[IDENT_BYTES * number :][:IDENT_BYTES]
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What one rank tells all ranks about itself.
+
+    Attributes:
+        secrets: from rank 0 only.
+    """
+
+    node: NodeIdentity
+    process: ProcessFacts
+    identity: IdentityFacts
+    layout: LayoutFacts
+    agreed: AgreedSettings
+    secrets: JobSecrets | None = None
+
 
 @dataclass(frozen=True)
 class RankTable:
-    """The facts of all ranks.
+    """The infos of all ranks, in the order of ranks."""
 
-    Attributes:
-        facts: JSON values that each rank sent about itself, in the order of ranks.
-    """
+    infos: Sequence[RankInfo]
 
-    facts: Sequence[Mapping[str, Any]]
+    @property
+    def first(self) -> RankInfo:
+        """The info of rank 0, which counts for the job."""
+        return self.infos[0]
+
+    @property
+    def secrets(self) -> JobSecrets:
+        """The secrets of the job."""
+        assert self.first.secrets is not None, "rank 0 sends them"
+        return self.first.secrets
 
     def job(self) -> JobIdentity:
         """Returns the job.
@@ -40,26 +218,27 @@ class RankTable:
         Raises:
             ConfigError: the ranks name different jobs, or have different settings.
         """
-        first = self.facts[0]
-        for rank, facts in enumerate(self.facts):
-            if facts["job"] != first["job"]:
-                raise ConfigError(f"rank 0 names the job {first['job']!r}, rank {rank} {facts['job']!r}.")
-            for name, value in first["agreed"].items():
-                if facts["agreed"][name] != value:
+        first = self.first
+        for rank, info in enumerate(self.infos):
+            if info.identity.job != first.identity.job:
+                raise ConfigError(f"rank 0 names the job {first.identity.job!r}, rank {rank} {info.identity.job!r}.")
+            for name, value in vars(first.agreed).items():
+                other = getattr(info.agreed, name)
+                if other != value:
                     raise ConfigError(
-                        f"rank 0 has {name} {value!r}, rank {rank} {facts['agreed'][name]!r}.",
+                        f"rank 0 has {name} {value!r}, rank {rank} {other!r}.",
                         "give all ranks the same arguments and REFT_ variables, and all nodes the same reft",
                     )
-        return job_of(first)
+        return first.identity.identify()
 
     def nodes(self) -> list[pb.Node]:
         """Returns the nodes that the ranks run on. Their order is that of their lowest ranks."""
         nodes: dict[str, pb.Node] = {}
-        for rank, facts in enumerate(self.facts):
-            node = pb.Node(
-                name=facts["node"], id=facts["node_id"], addresses=facts["addresses"], domain=facts["domain"]
-            )
-            nodes.setdefault(facts["node_id"], node).ranks.append(rank)
+        for rank, info in enumerate(self.infos):
+            facts = info.node
+            if facts.id not in nodes:
+                nodes[facts.id] = pb.Node(name=facts.name, id=facts.id, addresses=facts.addresses, domain=facts.domain)
+            nodes[facts.id].ranks.append(rank)
         return list(nodes.values())
 
     def describes(self, rank: int) -> bool:
@@ -67,98 +246,28 @@ class RankTable:
 
         The first of all ranks with the same table does.
         """
-        mine = self.facts[rank]["table"]
-        return all(facts["table"] != mine for facts in self.facts[:rank])
+        mine = self.infos[rank].layout.table
+        return all(info.layout.table != mine for info in self.infos[:rank])
 
-    def layouts(self, descriptions: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], list[pb.RankLayout], list[int]]:
+    def layouts(self, tables: Sequence[bytes]) -> tuple[list[bytes], list[pb.RankLayout], list[int]]:
         """Returns the symbolic tables, the distinct layouts, and the layout index of each rank.
 
         Args:
-            descriptions: what each rank published, in the order of ranks: the symbolic table, or
-                nothing.
+            tables: the symbolic table that each rank published, in the order of ranks; empty for a
+                rank that publishes none.
         """
         table_index: dict[str, int] = {}
-        layout_index: dict[str, int] = {}
-        tables: list[bytes] = []
+        layout_index: dict[bytes, int] = {}
+        distinct_tables: list[bytes] = []
         layouts: list[pb.RankLayout] = []
         index: list[int] = []
-        for facts, description in zip(self.facts, descriptions, strict=True):
-            if facts["table"] not in table_index:
-                table_index[facts["table"]] = len(tables)
-                tables.append(bytes_of(description["table"]))
-            if facts["layout"] not in layout_index:
-                layout_index[facts["layout"]] = len(layouts)
-                digest = bytes.fromhex(facts["layout"])
-                layouts.append(pb.RankLayout(table=table_index[facts["table"]], cuts=facts["cuts"], digest=digest))
-            index.append(layout_index[facts["layout"]])
-        return tables, layouts, index
-
-
-def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
-    """Returns this rank's facts about the job."""
-    script = str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script"
-    return {
-        "job": settings.job,
-        "run_id": chosen_run_id(launch, agents_command()),
-        "slurm": launch.slurm_job,
-        "script": script,
-        "user": os.getuid(),
-        "launch": launch_mark(launch),
-        "unnamed": launch.unnamed_job,
-    }
-
-
-def agreed_facts(request: AttachArguments, settings: Config) -> dict[str, Any]:
-    """Returns the facts that must be the same on all ranks.
-
-    Each rank makes the manifest and the placement by itself, so they must not differ.
-    """
-    agreed = {
-        "protocol": messages.PROTOCOL,
-        "protect": request.protect,
-        "tolerate": request.tolerate,
-        "every": "auto" if request.adapts else request.every,
-        "chunk_bytes": settings.chunk_bytes,
-        "load_transport": settings.load_transport,
-    }
-    return {"agreed": agreed}
-
-
-def team_facts(team: ComputeThreads) -> dict[str, Any]:
-    """Returns this rank's facts about its compute threads.
-
-    The CPUs are the bits of a hex number.
-    """
-    return {"threads": team.threads, "cpus": f"{sum(1 << cpu for cpu in team.cpus):x}"}
-
-
-def team_of(facts: Mapping[str, Any]) -> ComputeThreads:
-    """Returns the compute threads of a rank, by the facts of `team_facts`."""
-    cpus = int(facts["cpus"], 16)
-    return ComputeThreads(facts["threads"], frozenset(cpu for cpu in range(cpus.bit_length()) if cpus >> cpu & 1))
-
-
-def job_of(facts: Mapping[str, Any]) -> JobIdentity:
-    """Returns the job that a rank's facts describe. For the whole job, the facts of rank 0 count.
-
-    Raises:
-        ConfigError: the job's name is not allowed.
-    """
-    return identify(
-        chosen=facts["job"],
-        run_id=facts["run_id"],
-        slurm_job=facts["slurm"],
-        script=facts["script"],
-        user=facts["user"],
-        launch=facts["launch"],
-        unnamed=facts["unnamed"],
-    )
-
-
-def layout_facts(layout: Layout, form: SymbolicLayout) -> dict[str, Any]:
-    """Returns this rank's facts about its layout.
-
-    These are digests of the layout and of the symbolic table, and all cuts as one list of numbers.
-    """
-    table = xxhash.xxh3_128_hexdigest(manifest.table_to(form.table))
-    return {"layout": layout.digest.hex(), "table": table, "cuts": [number for cut in form.cuts for number in cut]}
+        for info, table in zip(self.infos, tables, strict=True):
+            facts = info.layout
+            if facts.table not in table_index:
+                table_index[facts.table] = len(distinct_tables)
+                distinct_tables.append(table)
+            if facts.layout not in layout_index:
+                layout_index[facts.layout] = len(layouts)
+                layouts.append(pb.RankLayout(table=table_index[facts.table], cuts=facts.cuts, digest=facts.layout))
+            index.append(layout_index[facts.layout])
+        return distinct_tables, layouts, index

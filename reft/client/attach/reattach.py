@@ -29,17 +29,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from reft.client.attach.run import Attachment
-from reft.client.snapshot.engine import CopyEngine
+from reft.client.attach import stage_names
+from reft.client.attach.arguments import AttachContext
+from reft.client.attach.begin import make_snapshotter
+from reft.client.attach.introduce import Description, describe, introduce
+from reft.client.attach.inventory import Erasure, take_inventory
+from reft.client.attach.plan import decide, make_plan, manifest_of_base, recover
+from reft.client.attach.restore import lease, leases_of, registration
+from reft.client.link.exchange import gather
 from reft.client.snapshot.snapshotter import Snapshotter
-from reft.client.snapshot.task import SnapshotHistory
 from reft.console import say
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 from reft.errors import ReftError, message, remedy
+from reft.failpoints import Failpoints
+from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
 log = logging.getLogger("reft")
@@ -48,16 +54,36 @@ NAMES_SHOWN = 3
 NOTHING = (-1, -1)  # sorts before the order of any version
 
 
+@dataclass(frozen=True)
+class PlacementReport:
+    """What a rank finds at a review: whether its state misfits the placement."""
+
+    misfits: bool
+
+
+@dataclass(frozen=True)
+class EndReport:
+    """What a rank knows once its snapshots have ended.
+
+    Attributes:
+        whole: order of the newest version that the rank knows to be whole; NOTHING if none is.
+    """
+
+    whole: tuple[int, ...]
+
+
 @dataclass
 class PlacementReviews:
     """The placement reviews of one session.
 
     Args:
-        attachment: the attachment that made the session; its rank group stays open until `close`.
+        context: of the attach that made the session; its rank group stays open until `close`.
+        mismatched: names of the leaves of which each rank keeps its own copy now.
         start: the first step of the session.
     """
 
-    attachment: Attachment
+    context: AttachContext
+    mismatched: Sequence[str]
     start: int
 
     def at(self, step: int, snapshots: Snapshotter) -> Snapshotter | None:
@@ -65,11 +91,13 @@ class PlacementReviews:
 
         All ranks call this method at each mark, after the window is closed.
         """
-        if not is_due(step - self.start) or self.attachment.rank_group.group is None:
+        rank_group = self.context.rank_group
+        if not is_due(step - self.start) or rank_group.group is None:
             return snapshots
-        rank_group = self.attachment.rank_group
         try:
-            reviews = rank_group.gather_or_raise(lambda: {"misfits": snapshots.misfits()}, deadline_s=DEADLINE_S)
+            reports = gather(
+                rank_group, lambda: PlacementReport(snapshots.misfits()), PlacementReport, deadline_s=DEADLINE_S
+            )
         except ReftError as error:
             log.warning(
                 "reft no longer reviews its placement: %s Training and snapshots go on.%s",
@@ -78,7 +106,7 @@ class PlacementReviews:
             )
             rank_group.close()
             return snapshots
-        if not any(rank["misfits"] for rank in reviews):
+        if not any(report.misfits for report in reports):
             return snapshots
         try:
             return self._reattached(step, snapshots)
@@ -93,78 +121,85 @@ class PlacementReviews:
             return None
 
     def _reattached(self, step: int, snapshots: Snapshotter) -> Snapshotter:
-        before = self.attachment
-        # Each rank answers after its own snapshots have ended. Otherwise the rank could hear of a
-        # newer whole version later, and overwrite older ones.
-        answers = before.rank_group.gather_or_raise(
-            lambda: {"whole": _end_snapshots(step, snapshots)}, extra_s=DEADLINE_S
-        )
-        reattach = Reattach(before.settings, before.launch, before.rank_group, before.request)
-        reattach.step, reattach.known_mismatched = step, tuple(before.manifest.mismatched)
-        reattach.whole = max(tuple(rank["whole"]) for rank in answers)
-        reattach.copy_engine, reattach.history = snapshots.engine, snapshots.history
-        reattach.run()
-        self.attachment = reattach
-        if reattach.rank_group.rank == 0:
-            say(f"step {step}: the placement was made anew; {_reason(before, reattach)}")
-        return reattach.snapshots
+        before = self.mismatched
+        new_snapshots, manifest = reattach(self.context, step, before, snapshots)
+        self.mismatched = tuple(manifest.mismatched)
+        if self.context.rank == 0:
+            say(f"step {step}: the placement was made anew; {_reason(before, self.mismatched)}")
+        return new_snapshots
 
     def close(self) -> None:
         """Closes the rank group."""
         # The user's program may have ended torch.distributed already.
         with contextlib.suppress(RuntimeError, ValueError):
-            self.attachment.rank_group.close()
+            self.context.rank_group.close()
 
 
-class Reattach(Attachment):
-    """An attach during training: the ranks have newer state than the slots.
+def reattach(
+    context: AttachContext, step: int, known_mismatched: Sequence[str], snapshots: Snapshotter
+) -> tuple[Snapshotter, pb.Manifest]:
+    """Attaches anew during training; returns the new snapshotter and the new manifest.
 
-    Attributes:
+    The session's copy engine and its history stay in use.
+
+    Args:
+        context: of the attach that made the session.
         step: the completed step.
-        whole: epoch counter and step of the newest version that any rank knows to be whole; NOTHING
-            if there is none.
         known_mismatched: names of leaves that were mismatched before.
-        copy_engine: the session's copy engine; stays in use.
-        history: the session's tasks; stay in use.
-        snapshots: the new snapshotter, after `run`.
+        snapshots: the snapshotter that ends.
+
+    Raises:
+        ReftError: re-attach failed on some rank; this rank is no longer registered.
     """
+    # Each rank answers after its own snapshots have ended. Otherwise the rank could hear of a
+    # newer whole version later, and overwrite older ones.
+    ends = gather(context.rank_group, lambda: EndReport(_end_snapshots(step, snapshots)), EndReport, extra_s=DEADLINE_S)
+    context = replace(context, failpoints=Failpoints(context.settings.failpoints))
+    tracked = stage_names.named(context.rank_group, context.request.tracked)
+    introduction = introduce(context, tracked, None)
+    description = describe(context, introduction)
+    survey = take_inventory(context, introduction)
+    erased = given_up(survey, max(report.whole for report in ends))
+    # The versions that are given up were never whole.
+    recovery = recover(introduction.job.id, survey, erased, not survey.inventory.had_whole)
+    mismatched = all_mismatched(description, known_mismatched, manifest_of_base(survey, recovery))
+    plan = make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(0))
+    decide(context, introduction, plan)
+    with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
+        slots = lease(context, introduction, plan, leases)
+        new_snapshots = make_snapshotter(
+            context, introduction, plan, leases, slots, snapshots.engine, snapshots.history, step
+        )
+    return new_snapshots, plan.manifest
 
-    step: int
-    whole: tuple[int, ...]
-    known_mismatched: Sequence[str]
-    copy_engine: CopyEngine
-    history: SnapshotHistory
-    snapshots: Snapshotter
 
-    def _mismatched(self, mismatched_now: Sequence[str], base: pb.Manifest | None) -> list[str]:
-        return sorted({*mismatched_now, *self.known_mismatched, *(base.mismatched if base else ())})
+def given_up(survey: JobSurvey, whole: tuple[int, ...]) -> frozenset[Erasure]:
+    """Returns the slots and capsules of versions that nobody knew to be whole.
 
-    def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
-        super()._find(inventories)
-        if self.whole == NOTHING and self.job_survey.inventory.had_whole:
-            return  # no rank had yet heard of the very first whole version
-        copies: list[HeldSlot | HeldCapsule] = [*self.job_survey.held, *self.job_survey.copies]
-        self.erased = {
-            (each.node, each.slot, each.version)
-            for each in copies
-            if each.version is not None and each.version.order > self.whole
-        }
+    Args:
+        survey: what all daemons hold of the job.
+        whole: order of the newest version that any rank or daemon knows to be whole; NOTHING if
+            there is none.
+    """
+    if whole == NOTHING and survey.inventory.had_whole:
+        return frozenset()  # no rank had yet heard of the very first whole version
+    copies: list[HeldSlot | HeldCapsule] = [*survey.held, *survey.copies]
+    return frozenset(
+        (each.node, each.slot, each.version)
+        for each in copies
+        if each.version is not None and each.version.order > whole
+    )
 
-    def _may_start_fresh(self) -> bool:
-        return not self.job_survey.inventory.had_whole  # the erased versions were never whole
 
-    def _prefault(self) -> None:
-        """Does nothing, because nothing is restored."""
+def all_mismatched(description: Description, known: Sequence[str], base: pb.Manifest | None) -> list[str]:
+    """Returns the leaves that are mismatched now, were mismatched before, or are in the base.
 
-    def _restore(self) -> list[int]:
-        self.rank_group.gather_or_raise(self._register)
-        return []
-
-    def _copy_engine(self) -> CopyEngine:
-        return self.copy_engine
-
-    def _begin(self) -> None:  # type: ignore[override]
-        self.snapshots = self._snapshots(self.history, self.step)
+    Args:
+        description: has the leaves that are mismatched now.
+        known: names of leaves that were mismatched before.
+        base: manifest of the base; None for a fresh start.
+    """
+    return sorted({*description.mismatched, *known, *(base.mismatched if base else ())})
 
 
 def is_due(steps: int) -> bool:
@@ -172,7 +207,7 @@ def is_due(steps: int) -> bool:
     return steps >= 2 and steps & (steps - 1) == 0
 
 
-def _end_snapshots(step: int, snapshots: Snapshotter) -> list[int]:
+def _end_snapshots(step: int, snapshots: Snapshotter) -> tuple[int, ...]:
     """Ends the snapshots, and returns the order of the newest whole version.
 
     That is the newest version that this rank or its daemon knows to be whole.
@@ -185,13 +220,11 @@ def _end_snapshots(step: int, snapshots: Snapshotter) -> list[int]:
     daemon_whole = snapshots.slots.daemon_whole()
     if daemon_whole is not None and snapshots.round.is_discarded(daemon_whole.step):
         daemon_whole = None
-    return list(
-        max((each.order for each in (snapshots.round.whole, daemon_whole) if each is not None), default=NOTHING)
-    )
+    return max((each.order for each in (snapshots.round.whole, daemon_whole) if each is not None), default=NOTHING)
 
 
-def _reason(before: Attachment, after: Attachment) -> str:
-    names = set(after.manifest.mismatched) - set(before.manifest.mismatched)
+def _reason(before: Sequence[str], after: Sequence[str]) -> str:
+    names = set(after) - set(before)
     if not names:
         return "it covers leaves that attach could not predict."
     rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""

@@ -9,18 +9,49 @@ schedule=, or stages as model=
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from reft.client import torch_internals
+from reft.client.link.exchange import gather, share
 from reft.client.link.rank_group import RankGroup
 from reft.client.snapshot.replica_check import value_digests
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects, stage_prefix
 from reft.core.layout.stage_naming import StageNames, name_stages, tie_candidates
 from reft.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class _OwnStages:
+    """The objects of this rank, and the names of its stages by stage number."""
+
+    tracked: TrackedObjects
+    tensor_index: TensorIndex
+    names: Mapping[int, StageNames]
+
+
+@dataclass(frozen=True)
+class _StageNumbers:
+    """The numbers of the stages that a rank has."""
+
+    numbers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _PublishedNames:
+    """Stage number → the names of that stage, for the stages that a rank speaks for."""
+
+    names: dict[int, StageNames]
+
+
+@dataclass(frozen=True)
+class _PublishedDigests:
+    """Stage number → digests by name of tensors that may be tied."""
+
+    digests: dict[int, dict[str, str]]
 
 
 def modules_of(models: Sequence[Any], schedule: Any) -> dict[str, Any]:
@@ -68,37 +99,35 @@ def named(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> TrackedO
         ReftError: `make` raised on some rank.
         ConfigError: some ranks have stages and others have none, or a stage has no rank.
     """
-    made: list[TrackedObjects] = []
-    own: dict[int, StageNames] = {}
-    tensor_index = TensorIndex()
 
-    def introduce() -> dict[str, Any]:
-        nonlocal tensor_index
-        made.append(make())
-        if made[0].stages():
-            tensor_index = made[0].bind()
-            own.update(_stages(made[0], tensor_index))
-        return {"stages": sorted(own)}
+    def introduce() -> tuple[_OwnStages, _StageNumbers]:
+        tracked = make()
+        tensor_index = tracked.bind() if tracked.stages() else TensorIndex()
+        names = dict(_stages(tracked, tensor_index)) if tracked.stages() else {}
+        return _OwnStages(tracked, tensor_index, names), _StageNumbers(frozenset(names))
 
-    stages_by_rank = [frozenset(each["stages"]) for each in rank_group.gather_or_raise(introduce)]
+    own, numbers_by_rank = share(rank_group, introduce, _StageNumbers)
+    stages_by_rank = [each.numbers for each in numbers_by_rank]
     speaker: dict[int, int] = {}  # stage → the first rank that has it, which sends the stage's names
     for rank, numbers in enumerate(stages_by_rank):
         for number in sorted(numbers):
             speaker.setdefault(number, rank)
     if not speaker:
-        return made[0]
+        return own.tracked
     _check(stages_by_rank, sorted(speaker))
-    mine = {number: own[number] for number, rank in speaker.items() if rank == rank_group.rank}
-    gathered = rank_group.gather_or_raise(lambda: {str(number): _to_plain(stage) for number, stage in mine.items()})
-    stages = {int(number): _from_plain(stage) for each in gathered for number, stage in each.items()}
+    mine = {number: own.names[number] for number, rank in speaker.items() if rank == rank_group.rank}
+    published = gather(rank_group, lambda: _PublishedNames(mine), _PublishedNames)
+    stages = {number: stage for each in published for number, stage in each.names.items()}
     tied_names = tie_candidates(stages, stages_by_rank)
     values: dict[int, Mapping[str, str]] = {}
     if tied_names:
-        gathered = rank_group.gather_or_raise(
-            lambda: {str(number): _digests(tensor_index, number, tied_names) for number in mine}
+        gathered = gather(
+            rank_group,
+            lambda: _PublishedDigests({number: _digests(own.tensor_index, number, tied_names) for number in mine}),
+            _PublishedDigests,
         )
-        values = {int(number): digests for each in gathered for number, digests in each.items() if digests}
-    return replace(made[0], naming=name_stages(stages, tied_names, values))
+        values = {number: digests for each in gathered for number, digests in each.digests.items() if digests}
+    return replace(own.tracked, naming=name_stages(stages, tied_names, values))
 
 
 def _check(stages_by_rank: Sequence[frozenset[int]], numbers: Sequence[int]) -> None:
@@ -135,14 +164,6 @@ def _digests(tensor_index: TensorIndex, number: int, names: frozenset[str]) -> d
     prefix = f"{stage_prefix(number)}."
     digests = value_digests(tensor_index, {prefix + name for name in names})
     return {piece.partition("\n")[0].removeprefix(prefix): digest for piece, digest in digests.items()}
-
-
-def _to_plain(stage: StageNames) -> dict[str, Any]:
-    return {"parameters": dict(stage.parameters), "buffers": sorted(stage.buffers)}
-
-
-def _from_plain(plain: Mapping[str, Any]) -> StageNames:
-    return StageNames(plain["parameters"], frozenset(plain["buffers"]))
 
 
 def is_stage(value: Any) -> bool:

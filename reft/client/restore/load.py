@@ -36,7 +36,7 @@ import numpy.typing as npt
 import torch
 
 from reft.client.restore.decode import Decoder
-from reft.client.restore.executor import TransferExecutor
+from reft.client.restore.executor import LocalShards, PeerMessages, TransferExecutor
 from reft.client.restore.load_plan import LoadPlan, LoadSizes
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
@@ -94,9 +94,10 @@ def load(
     decoder.begin()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
         is_pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-        executor = TransferExecutor(transport, rank, load_plan, sources, flat_views, pool, decoder, is_pinned)
-        executor.run()
-        all_right = executor.exchange_verdicts()
+        peers = PeerMessages(transport, rank)
+        local = LocalShards(rank, placement.lanes, sources, flat_views)
+        TransferExecutor(load_plan, peers, local, pool, decoder, is_pinned).run()
+        all_right = peers.exchange_verdicts(local.is_bad)
         for flat_view in flat_views.values():
             flat_view.finish()
         damaged = tuple(sorted(old for old, source in sources.items() if source.is_bad))

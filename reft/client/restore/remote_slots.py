@@ -1,4 +1,4 @@
-"""Slots and capsules on other nodes that this rank must read."""
+"""The slots and capsules that a restore reads: mapped on this node, copied from other nodes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import mmap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import numpy as np
 
+from reft.client.link.slots import MappedSlot, SlotLeases
 from reft.core.commit.version import Version
 from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
 from reft.errors import FormatError, RestoreError
@@ -133,3 +134,44 @@ class RemoteSlots:
                 raise kind(
                     f"the data of rank {rank} on node {name} cannot be read: {rpc.error_of(error, self.address)}"
                 ) from error
+
+
+@dataclass(frozen=True)
+class SlotOpener:
+    """Opens the slots and capsules that this rank reads, and closes the mapped slots.
+
+    Args:
+        leases: maps slots of this node.
+        remote: reads slots of other nodes.
+    """
+
+    leases: SlotLeases
+    remote: RemoteSlots
+    _mapped: list[MappedSlot] = field(default_factory=list)
+
+    def slot(self, source: HeldSlot) -> SlotMap:
+        """Returns a slot; its descriptor stays open until `close`.
+
+        Raises:
+            FormatError: the slot is damaged or missing.
+            RestoreError: the other node's daemon did not return the slot.
+        """
+        if source.node != self.remote.own:
+            return self.remote.slot(source)
+        self._mapped.extend(self.leases.take([source.slot], keeps=True))
+        return self._mapped[-1].map
+
+    def capsule(self, plan: RecoveryPlan, old: int) -> pb.CapsuleRecord:
+        """Returns the capsule, at the plan's base, of an old rank that lost its slot.
+
+        Raises:
+            FormatError: the capsule is damaged or missing.
+            RestoreError: the daemon that keeps the capsule did not return it.
+        """
+        held = plan.capsules[old]
+        return self.remote.capsule(held.node, old, held.version)
+
+    def close(self) -> None:
+        """Closes the mapped slots."""
+        for slot in self._mapped:
+            slot.close()

@@ -20,16 +20,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from reft.client.restore.executor import BufferPool
+from reft.client.restore.executor import BufferPool, PeerMessages
 from reft.client.restore.gather_scatter import Starts, gather, scatter
 from reft.client.restore.reshard_decode import ChunkVerifier, StripeDecoder
 from reft.client.restore.tensor_view import FlatTensorView
-from reft.client.restore.transport import Transport, Work
+from reft.client.restore.transport import Work
 from reft.client.restore.verified_slot import VerifiedSlotReader
 from reft.core.layout.regions import ByteRuns
 from reft.core.recovery.regather import LostShardSlice, NeededRange, ReshardPlan, TransferMessage
 from reft.core.recovery.shard_matching import PieceSource
-from reft.errors import RestoreError
 from reft.wire.slot_format import Bytes
 
 TAG = 1
@@ -48,8 +47,7 @@ class ReshardExecutor:
     """Executes one rank's part in a reshard plan; see the module.
 
     Args:
-        transport: None if there are no other ranks.
-        rank: this new rank.
+        peers: messages to and from other ranks.
         reshard_plan: the plan; the same on all ranks.
         slots: old rank → its slot, for the slots that this rank reads.
         inline_leaves: old rank → name → bytes, for the capsules that this rank has.
@@ -59,8 +57,7 @@ class ReshardExecutor:
         is_pinned: whether messages for a device arrive in pinned memory.
     """
 
-    transport: Transport | None
-    rank: int
+    peers: PeerMessages
     reshard_plan: ReshardPlan
     slots: Mapping[int, VerifiedSlotReader]
     inline_leaves: Mapping[int, Mapping[str, bytes]]
@@ -84,22 +81,16 @@ class ReshardExecutor:
         Raises:
             RestoreError: a peer is gone.
         """
-        for entry in self.reshard_plan.entries(self.rank):
+        for entry in self.reshard_plan.entries(self.peers.rank):
             if isinstance(entry, LostShardSlice):
                 self._run_lost_slice(entry)
-            elif self.rank == entry.sender:
+            elif self.peers.rank == entry.sender:
                 self._send_and_copy(entry, *self._source_of(entry))
-            elif self.rank in entry.receivers:
+            elif self.peers.rank in entry.receivers:
                 self._receive(entry)
         while self._under_way:
             self._retire()
         self.flat_view.finish()
-
-    @property
-    def _peers(self) -> Transport:
-        if self.transport is None:
-            raise RestoreError(f"rank {self.rank} needs bytes of other ranks, and has no transport.")
-        return self.transport
 
     # Messages
 
@@ -126,7 +117,7 @@ class ReshardExecutor:
     def _send_and_copy(self, message: TransferMessage, source: Bytes, offset_in: Callable[[int], int]) -> None:
         """Sends a message, and copies the bytes that this rank needs itself."""
         parts = [(part, _runs(part, offset_in(part.at))) for part in message.parts]
-        others = [rank for rank in message.receivers if rank != self.rank]
+        others = [rank for rank in message.receivers if rank != self.peers.rank]
         if others:
             staging = None
             if len(parts) == 1 and len(parts[0][1].old) == 1:
@@ -138,9 +129,9 @@ class ReshardExecutor:
                 for _, runs in parts:
                     done += gather(source, runs.old, runs.nbytes, staging[done:])
                 data = staging[:done]
-            works = [self._peers.send(data, to, TAG) for to in others]
+            works = [self.peers.send(data, to, TAG) for to in others]
             self._post(_MessageTransfer(works, message.nbytes * len(others), staging))
-        if self.rank in message.receivers:
+        if self.peers.rank in message.receivers:
             for part, runs in parts:
                 packed = np.empty(int(runs.nbytes.sum()), np.uint8)
                 gather(source, runs.old, runs.nbytes, packed)
@@ -155,10 +146,10 @@ class ReshardExecutor:
                 begin = self.offsets[part.need.leaf.name] + int(runs.new[0])
                 view = self.flat_view.view(begin, begin + message.nbytes)
                 if view is not None:
-                    self._post(_MessageTransfer([self._peers.receive(view, message.sender, TAG)], message.nbytes))
+                    self._post(_MessageTransfer([self.peers.receive(view, message.sender, TAG)], message.nbytes))
                     return
         staging = self._staging_buffers.take(self._retire)
-        work = self._peers.receive(staging[: message.nbytes], message.sender, TAG)
+        work = self.peers.receive(staging[: message.nbytes], message.sender, TAG)
         self._post(_MessageTransfer([work], message.nbytes, staging, message))
 
     def _unpack(self, part: NeededRange, runs: ByteRuns, data: Bytes) -> None:
@@ -189,14 +180,14 @@ class ReshardExecutor:
     # Lost slices
 
     def _run_lost_slice(self, lost_slice: LostShardSlice) -> None:
-        if self.rank == lost_slice.rebuilder:
+        if self.peers.rank == lost_slice.rebuilder:
             self._rebuild(lost_slice)
             return
         for old, offset in lost_slice.inputs:
-            if self.reshard_plan.reader_of[old] == self.rank:
+            if self.reshard_plan.reader_of[old] == self.peers.rank:
                 self._send_slice(lost_slice, self.slots[old], offset)
         for message in lost_slice.messages:
-            if self.rank in message.receivers:
+            if self.peers.rank in message.receivers:
                 self._receive(message)
 
     def _send_slice(self, lost_slice: LostShardSlice, source: VerifiedSlotReader, offset: int) -> None:
@@ -204,7 +195,7 @@ class ReshardExecutor:
         if len(lost_slice.ranges) > 1:
             staging = self._staging_buffers.take(self._retire)
         data = self._columns(lost_slice, source, offset, staging)
-        work = self._peers.send(data, lost_slice.rebuilder, TAG)
+        work = self.peers.send(data, lost_slice.rebuilder, TAG)
         self._post(_MessageTransfer([work], data.nbytes, staging))
 
     def _columns(
@@ -230,12 +221,12 @@ class ReshardExecutor:
         for i, (shard, (old, offset)) in enumerate(zip(lost_slice.read.shards, lost_slice.inputs, strict=True)):
             buffer = self._shard_buffer[i * size : (i + 1) * size]
             reader = self.reshard_plan.reader_of[old]
-            if reader == self.rank:
+            if reader == self.peers.rank:
                 shards[shard] = self._columns(
                     lost_slice, self.slots[old], offset, buffer if len(lost_slice.ranges) > 1 else None
                 )
             else:
-                works.append(self._peers.receive(buffer, reader, TAG))
+                works.append(self.peers.receive(buffer, reader, TAG))
                 shards[shard] = buffer
         for work in works:
             work.wait()

@@ -52,8 +52,8 @@ def test_a_real_torchrun_keeps_the_users_run_id(tmp_path):
     """Runs a real torchrun (tried with torch 2.13): one node, no backend."""
     script = tmp_path / "train.py"
     script.write_text(
-        "from reft.client.attach.rank_table import identity_facts; from reft.config import Config, Launch\n"
-        "launch = Launch.load(); print(len(launch.run_id), identity_facts(Config.load(), launch)['run_id'])"
+        "from reft.client.attach.rank_table import IdentityFacts; from reft.config import Config, Launch\n"
+        "launch = Launch.load(); print(len(launch.run_id), IdentityFacts.of(Config.load(), launch).run_id)"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--rdzv-id=run1", str(script)]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "36 run1\n"

@@ -18,13 +18,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import reft
 from reft import errors
 from reft.client.attach import report
-from reft.client.attach import run as attach_module
 from reft.client.attach.arguments import AttachArguments
 from reft.config import Config, Launch
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import RecoveryPlan, Shortfall
 from reft.wire.inventory import JobSurvey
 from reft.wire.slot_format import PAGE, best_header
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.scenarios.test_state_kinds import Keeper, step_once, train
 from tests.support import scripts
 from tests.support.daemons import purge_and_stop, until
@@ -128,7 +128,7 @@ def test_a_named_daemon_that_does_not_answer(tmp_path):
 
 
 def test_world_size_without_a_process_group(attach, monkeypatch):
-    monkeypatch.setattr(attach_module.Launch, "load", classmethod(lambda cls: Launch(0, 4, "", "")))
+    monkeypatch.setattr(Launch, "load", classmethod(lambda cls: Launch(0, 4, "", "")))
     with pytest.raises(errors.AttachError, match="init_process_group"):
         attach(*make())
 
@@ -285,7 +285,7 @@ def test_after_a_damaged_slot_all_ranks_restore_the_version_before(daemon):
     trainers.wait_for(8)
     until(lambda: daemon.status("job").whole == 8, what="step 8")
     trainers.kill()
-    headers = daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots
+    headers = daemon.call("Inventory", pb.InventoryRequest(job="job")).slots
     newest = next(header for header in headers if header.rank == 1 and header.version.step == 8)
     flip(daemon.folder / "job", newest.slot)
     after = run(Spec(daemon.address), 2)
@@ -304,7 +304,7 @@ def test_state_missing_in_the_older_version_is_removed(daemon):
     trainers = Trainers(Spec(daemon.address, options={**options, "pause_at": [8]}))
     trainers.wait_for(8)
     trainers.kill()
-    for header in daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots:
+    for header in daemon.call("Inventory", pb.InventoryRequest(job="job")).slots:
         if header.version.step == 8:
             flip(daemon.folder / "job", header.slot)
     after = run(Spec(daemon.address, options=options))
@@ -320,7 +320,7 @@ def test_if_all_newer_versions_are_damaged_the_restored_base_is_found_again(daem
         trainers = Trainers(Spec(daemon.address, options=options))
         trainers.wait_for(options["pause_at"][0])
         trainers.kill()
-    for header in daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots:
+    for header in daemon.call("Inventory", pb.InventoryRequest(job="job")).slots:
         if header.version.epoch.counter == 2:
             flip(daemon.folder / "job", header.slot)
     assert run(Spec(daemon.address))[0]["began"] == 8
@@ -331,7 +331,7 @@ def test_a_truncated_slot_is_an_erasure(daemon):
     trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [6, 7, 8]}))
     trainers.wait_for(8)
     trainers.kill()
-    headers = daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots
+    headers = daemon.call("Inventory", pb.InventoryRequest(job="job")).slots
     newest = max(headers, key=lambda header: header.version.step)
     os.truncate(daemon.folder / "job" / newest.slot, 5000)
     after = run(Spec(daemon.address))

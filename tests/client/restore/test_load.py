@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from reft.client.restore.decode import Decoder
 from reft.client.restore.load import load, load_unreplicated
 from reft.client.restore.load_plan import LoadPlan, LoadSizes
+from reft.client.restore.remote_slots import SlotOpener
 from reft.client.restore.restore import Restore
+from reft.client.restore.run import OpenReport, RestoreContext
 from reft.core.coding.placement import Placement
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
@@ -181,11 +184,10 @@ def test_a_slot_or_capsule_damaged_at_open_is_reported_without_an_error(rank):
         {0: HeldSlot("a", 0, "rank-0.slot-0", SlotState.SEALED, base)},
         {1: HeldCapsule("a", 1, base, unreplicated_bytes=0)},
     )
-    slots, capsules = SimpleNamespace(take=torn), SimpleNamespace(capsule=torn)
-    restore = Restore(
-        plan, job.placement, rank, "ab"[rank], {"a": [0], "b": [1]}, (), slots, capsules, None, None, None, None, None
-    )
-    assert restore.open() == {"damaged": [rank], "compared": []}
+    opener = SlotOpener(SimpleNamespace(take=torn), SimpleNamespace(capsule=torn, own="ab"[rank]))
+    nothing = dict.fromkeys(("tracked", "tensor_index", "host", "buffer"))
+    context = RestoreContext(plan, job.placement, rank, {"a": [0], "b": [1]}, opener, **nothing)
+    assert Restore(context, (), Decoder()).open()[1] == OpenReport((rank,), {rank: ()})
 
 
 @pytest.mark.parametrize("scheme", ["aec", "arc"])

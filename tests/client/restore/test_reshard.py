@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from reft.client.restore.executor import PeerMessages
 from reft.client.restore.reshard_decode import ChunkVerifier
 from reft.client.restore.reshard_executor import ReshardExecutor
 from reft.client.restore.tensor_view import FlatTensorView
@@ -91,7 +92,14 @@ class Move:
             inline_leaves = {old: self.inline_leaves[old] for old, keeper in keepers.items() if keeper == rank}
             verifiers = {old: self.verifier(old) for old in lost if old % self.new.world == rank}
             ReshardExecutor(
-                box.of(rank), rank, reshard_plan, slots, inline_leaves, verifiers, flat_view, offsets, False
+                PeerMessages(box.of(rank), rank),
+                reshard_plan,
+                slots,
+                inline_leaves,
+                verifiers,
+                flat_view,
+                offsets,
+                False,
             ).run()
             wrong = {old: verifier.finish() for old, verifier in verifiers.items() if reshard_plan.is_rebuilt(old)}
             return [old for old, source in slots.items() if source.is_bad], {o: w for o, w in wrong.items() if w}

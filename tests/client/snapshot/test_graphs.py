@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import reft.client.memory.cuda as device_module
-from reft.client.attach.run import Attachment
+from reft.client.attach import begin
 from reft.client.link.slots import MappedSlot
 from reft.client.memory.cuda import Device
 from reft.client.session import Session
@@ -44,7 +44,7 @@ def step_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def device(monkeypatch) -> Late:
     """A fake device whose copies run only when something waits for them."""
     late = Late()
-    monkeypatch.setattr(Attachment, "_copy_engine", lambda _: CudaCopyEngine(late))
+    monkeypatch.setattr(begin, "copy_engine", lambda context, introduction: CudaCopyEngine(late))
     return late
 
 

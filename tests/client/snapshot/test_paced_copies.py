@@ -12,7 +12,8 @@ import threading
 import pytest
 import torch
 
-from reft.client.attach.rank_table import team_facts, team_of
+from reft.client.attach.rank_table import ProcessFacts
+from reft.client.link.exchange import from_json, to_json
 from reft.client.memory.threads import ComputeThreads, has_idle_cores
 from reft.client.snapshot import cpu_plan, cuda_plan
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
@@ -271,7 +272,7 @@ def test_without_idle_threads_the_busy_threads_copy_in_gaps_too():
 def test_no_core_is_idle_if_the_ranks_have_more_threads_than_cores(others, threads, cpus, expected):
     own = ComputeThreads(threads, frozenset(cpus))
     assert has_idle_cores(own, [own, *others]) is expected
-    assert team_of(json.loads(json.dumps(team_facts(own)))) == own
+    assert from_json(ProcessFacts, json.loads(json.dumps(to_json(ProcessFacts.of(1, own))))).team == own
 
 
 class NoWaitDevice(Late):

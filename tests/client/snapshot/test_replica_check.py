@@ -53,7 +53,7 @@ class Exchange:
         vars(mine).update(vars(self), rank=rank, count=0)
         return mine
 
-    def gather_or_raise(self, act):
+    def gather_or_raise(self, act, extra_s=0.0, deadline_s=None):
         answer = act()
         self.barrier.wait(20)
         if self.rank == 0:

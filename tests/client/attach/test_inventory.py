@@ -1,12 +1,15 @@
-"""Tests of the survey of absent nodes, with fake daemons: who is asked, and who is asked again."""
+"""Tests of the inventory, with fake daemons: which nodes are asked, and which are asked again."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from reft.client.attach import absent_nodes
+from reft.client.attach import inventory
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
+from tests.support import attaches
 
 NODES = {name: pb.Node(name=name, id=name) for name in "abcd"}
 
@@ -18,7 +21,7 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
         answers: node → its answers to the first and to the second question.
     """
     asked = []
-    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: settled)
+    monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: settled)
 
     def ask(nodes, is_again):
         asked.append(("".join(node.id for node in nodes), is_again))
@@ -30,7 +33,7 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
                 each.reply.node_id = node.id
         return reply
 
-    found = absent_nodes.survey_absent_nodes(
+    found = inventory.survey_absent_nodes(
         JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES[n] for n in answers], ask, ()
     )
     return sorted(found.replies), found.silent, asked
@@ -56,7 +59,7 @@ def test_a_node_that_had_the_full_time_is_not_asked_again(monkeypatch):
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_node_at_the_address_of_a_lost_node_is_not_counted_twice(monkeypatch, settled):
     """Node b was rebooted as node a. It takes part now and answers at the address of b."""
-    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: settled)
+    monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: settled)
     asked = []
 
     def ask(nodes, is_again):
@@ -65,7 +68,7 @@ def test_a_node_at_the_address_of_a_lost_node_is_not_counted_twice(monkeypatch, 
             nodes=[pb.SurveyedNode(node=NODES["b"], reply=pb.InventoryReply(node_id="a"), brief=True)]
         )
 
-    found = absent_nodes.survey_absent_nodes(JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
+    found = inventory.survey_absent_nodes(JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
     assert (sorted(found.replies), found.silent, asked) == (["a"], ("b",), [False])
 
 
@@ -85,25 +88,72 @@ def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.Inven
 
 def test_a_node_that_only_a_survey_names_is_asked_too(monkeypatch):
     """The job moved from nodes a, b to b, c. Now a takes part again, and does not know c."""
-    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: True)
+    monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: True)
     says, asked = {"b": chained("b", 2, "bc", "ab"), "c": chained("c", 2, "bc", "ab")}, []
 
     def ask(nodes, is_again):
         asked.append("".join(node.id for node in nodes))
         return pb.SurveyReply(nodes=[pb.SurveyedNode(node=node, reply=says[node.id]) for node in nodes])
 
-    found = absent_nodes.survey_absent_nodes(JobSurvey({"a": chained("a", 1, "ab")}), [NODES["b"]], ask, ())
+    found = inventory.survey_absent_nodes(JobSurvey({"a": chained("a", 1, "ab")}), [NODES["b"]], ask, ())
     assert asked == ["b", "c"] and sorted(found.replies) == ["a", "b", "c"]
 
 
 def test_nodes_of_an_older_history_are_not_asked(monkeypatch):
     """Nodes that left two attaches ago may be gone for good. Each restart would wait for them."""
-    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: True)
+    monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: True)
     asked = []
 
     def ask(nodes, is_again):
         asked.append("".join(node.id for node in nodes))
         return pb.SurveyReply(nodes=[pb.SurveyedNode(node=node, reply=chained("b", 2, "b", "cd")) for node in nodes])
 
-    absent_nodes.survey_absent_nodes(JobSurvey({"a": chained("a", 3, "a", "b")}), [NODES["b"]], ask, ())
+    inventory.survey_absent_nodes(JobSurvey({"a": chained("a", 3, "a", "b")}), [NODES["b"]], ask, ())
     assert asked == ["b"]
+
+
+class FakeDaemon:
+    """A daemon with one reply to each method; remembers the requests."""
+
+    def __init__(self, **replies):
+        self.replies, self.requests = replies, []
+
+    def call(self, method, request, deadline_s=None):
+        self.requests.append((method, request))
+        return self.replies[method]
+
+
+def test_a_daemon_ends_orphans_of_other_processes_than_its_ranks():
+    introduced = attaches.introduction("aba", rank=2)
+    request = inventory.inventory_request(introduced)
+    assert (request.job, request.launch, request.end_orphans) == ("job", "l", True)
+    assert list(request.pids) == [70, 72], "the ranks of its own node"
+
+
+def test_a_rank_alone_takes_the_inventory_of_its_daemon():
+    reply = pb.InventoryReply(node_id="a", node="name-a")
+    daemon = FakeDaemon(Inventory=reply)
+    introduced = replace(attaches.introduction("a"), daemon=daemon)
+    found = inventory.take_inventory(attaches.context(), introduced)
+    assert dict(found.replies) == {"a": reply} and found.before is None
+    assert [method for method, _ in daemon.requests] == ["Inventory"], "nobody is absent"
+
+
+def test_absent_nodes_of_the_old_manifest_are_surveyed_by_a_daemon_that_knows_the_job():
+    """The job had nodes a and b; now only a takes part. A later try remembers the first survey."""
+    first = attaches.begun("ab")
+    known = attaches.survey_of(first, {"a": [8], "b": [8]})
+    answer = pb.SurveyReply(nodes=[pb.SurveyedNode(node=first.manifest.nodes[1], reply=known.replies["b"])])
+    daemon = FakeDaemon(Inventory=known.replies["a"], Survey=answer)
+    introduced = replace(attaches.introduction("a"), daemon=daemon)
+    before = JobSurvey({"a": known.replies["a"]})
+    found = inventory.take_inventory(attaches.context(), introduced, before=before)
+    assert found.replies == known.replies and found.silent == () and found.before is before
+    (_, _), (method, request) = daemon.requests
+    assert method == "Survey" and [node.id for node in request.nodes] == ["b"] and not request.again
+
+
+def test_the_first_daemon_that_knows_the_job_asks():
+    replies = {"a": attaches.reply("a"), "b": attaches.reply("b", attaches.begun("b")), "c": attaches.reply("c")}
+    nodes = attaches.introduction("acbb").nodes
+    assert inventory.asker_of(nodes, replies) == 2

@@ -1,21 +1,83 @@
-"""Survey of nodes that no longer take part in the job: asks what these nodes hold.
+"""The step inventory: what all daemons hold of the job, on present and on absent nodes.
 
-The time for an answer is decided in `reft.core.recovery.survey_timeout`.
+    one rank a node: end orphans, read headers ═► all ranks ─► JobSurvey
+    absent nodes that these replies name: the daemon of one rank asks them ═► all ranks ─► JobSurvey
+
+The time for an answer of an absent node is decided in `reft.core.recovery.survey_timeout`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from reft.client.link.rank_group import RankGroup, bytes_of, text_of
+from reft.client.attach.arguments import AttachContext
+from reft.client.attach.introduce import Introduction, NodeDaemon, leader_of
+from reft.client.link.exchange import RankMessage, gather
+from reft.client.link.rank_group import RankGroup
 from reft.core.commit.version import Version
 from reft.core.recovery.survey_timeout import is_settled
 from reft.wire.inventory import JobSurvey, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
 
 DEADLINE_S = 20.0  # a node may be gone for good, or need time to end orphans
+# node id, name, and version of a slot or a capsule that must not be used
+Erasure = tuple[str, str, Version]
+
+
+def take_inventory(
+    context: AttachContext,
+    introduction: Introduction,
+    erased: Collection[Erasure] = (),
+    before: JobSurvey | None = None,
+) -> JobSurvey:
+    """Returns the replies of all daemons that answer. All ranks call it together.
+
+    Args:
+        context: what every step needs.
+        introduction: the ranks and nodes that take part.
+        erased: slots and capsules that failed their digests.
+        before: the survey of this attach's first try, during later tries.
+
+    Raises:
+        ReftError: a node's own daemon does not answer.
+    """
+
+    def ask() -> RankMessage:
+        if not introduction.is_leader:
+            return RankMessage()
+        reply: pb.InventoryReply = introduction.daemon.call("Inventory", inventory_request(introduction))
+        return RankMessage(reply.SerializeToString())
+
+    messages = gather(context.rank_group, ask, RankMessage)
+    replies = {node.id: pb.InventoryReply.FromString(messages[leader_of(node)].data) for node in introduction.nodes}
+    survey = JobSurvey(replies, before=before)
+    absent = survey.absent(introduction.nodes)
+    if not absent:
+        return survey
+    job, launch = introduction.job.id, introduction.ranks.first.identity.launch
+    asker = asker_of(introduction.nodes, replies)
+    ask_absent = AbsentNodeSurvey(context.rank_group, asker, introduction.daemon, job, launch, context.launch.round)
+    return survey_absent_nodes(survey, absent, ask_absent, erased)
+
+
+def inventory_request(introduction: Introduction) -> pb.InventoryRequest:
+    """Returns the question to this rank's daemon; the daemon ends orphans on its node."""
+    infos = introduction.ranks.infos
+    return pb.InventoryRequest(
+        job=introduction.job.id,
+        launch=introduction.ranks.first.identity.launch,
+        pids=[infos[rank].process.pid for rank in introduction.node.ranks],
+        end_orphans=True,
+    )
+
+
+def asker_of(nodes: Sequence[pb.Node], replies: Mapping[str, pb.InventoryReply]) -> int:
+    """Returns the rank whose daemon asks absent nodes.
+
+    Any daemon that knows the job has the job's token; the first of these daemons asks.
+    """
+    return next(leader_of(node) for node in nodes if replies[node.id].HasField("decision"))
 
 
 @dataclass(frozen=True)
@@ -25,7 +87,7 @@ class AbsentNodeSurvey:
     Attributes:
         rank_group: all ranks of the job.
         rank: the rank whose daemon asks; that daemon knows the job.
-        call: calls a method of this rank's daemon; see `Attachment`.
+        daemon: the daemon of this rank's node.
         job: name of the job.
         launch: launch mark of this attach.
         round: round of reft's rendezvous; -1 without reft's rendezvous.
@@ -33,7 +95,7 @@ class AbsentNodeSurvey:
 
     rank_group: RankGroup
     rank: int
-    call: Callable[[str, Any, float], Any]
+    daemon: NodeDaemon
     job: str
     launch: str
     round: int
@@ -49,20 +111,21 @@ class AbsentNodeSurvey:
         request = pb.SurveyRequest(job=self.job, nodes=nodes, launch=self.launch, end_orphans=True, again=is_again)
         if self.round >= 0:
             request.round = self.round
-        replies = self.rank_group.gather_or_raise(
-            lambda: self._ask(request) if self.rank_group.rank == self.rank else {}
-        )
-        return pb.SurveyReply.FromString(bytes_of(replies[self.rank]["reply"]))
 
-    def _ask(self, request: pb.SurveyRequest) -> dict[str, Any]:
-        return {"reply": text_of(self.call("Survey", request, DEADLINE_S).SerializeToString())}
+        def ask() -> RankMessage:
+            if self.rank_group.rank != self.rank:
+                return RankMessage()
+            reply: pb.SurveyReply = self.daemon.call("Survey", request, DEADLINE_S)
+            return RankMessage(reply.SerializeToString())
+
+        return pb.SurveyReply.FromString(gather(self.rank_group, ask, RankMessage)[self.rank].data)
 
 
 def survey_absent_nodes(
     survey: JobSurvey,
     absent: Sequence[pb.Node],
     ask: Callable[[Sequence[pb.Node], bool], pb.SurveyReply],
-    erased: Collection[tuple[str, str, Version]],
+    erased: Collection[Erasure],
 ) -> JobSurvey:
     """Returns the survey with the answers of all absent nodes that answer.
 

@@ -1,0 +1,157 @@
+"""The step begin: makes the session of this rank, and says once what was restored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reft.client.attach import report
+from reft.client.attach.arguments import AttachContext
+from reft.client.attach.introduce import Introduction
+from reft.client.attach.plan import AttachPlan
+from reft.client.link.reports import Reporter, ReporterFacts
+from reft.client.link.slots import MappedSlot, SlotLeases
+from reft.client.memory.cuda import Device
+from reft.client.memory.threads import ComputeThreads, copy_cpus, has_idle_cores
+from reft.client.restore.run import RestoreResult
+from reft.client.session import Session
+from reft.client.snapshot.cpu_engine import CpuCopyEngine
+from reft.client.snapshot.engine import CopyEngine
+from reft.client.snapshot.rank_slots import RankSlots
+from reft.client.snapshot.save_planner import SavePlanner
+from reft.client.snapshot.snapshot_thread import SnapshotFacts
+from reft.client.snapshot.snapshotter import Snapshotter
+from reft.client.snapshot.task import SnapshotHistory
+from reft.client.state import random_state
+from reft.console import say
+from reft.core.commit.snapshot_cadence import SnapshotCadence
+from reft.core.commit.snapshot_interval import DueSteps, FailureHistory, IntervalEstimator
+from reft.wire.daemon_launcher import DaemonRestarter
+
+
+def begin(
+    context: AttachContext,
+    introduction: Introduction,
+    plan: AttachPlan,
+    result: RestoreResult,
+    leases: SlotLeases,
+    slots: Sequence[MappedSlot],
+) -> Session:
+    """Returns the session; restores random generators last.
+
+    Args:
+        context: what every step needs.
+        introduction: the ranks and nodes that take part.
+        plan: where the job starts.
+        result: what was restored.
+        leases: the leases of this rank.
+        slots: the slots for the next snapshots.
+    """
+    step = plan.base.step if plan.base else 0
+    restored_from = plan.restored_from(introduction.nodes)
+    engine = copy_engine(context, introduction)
+    snapshots = make_snapshotter(context, introduction, plan, leases, slots, engine, SnapshotHistory(), step)
+    tree = result.tree
+    session = Session(
+        snapshots,
+        introduction.state.tracked.optimizers,
+        step=step,
+        restored_from=restored_from,
+        counts_calls=tree is not None and not tree["marked"],
+        cadence=_cadence(context, plan),
+        seal_deadline_s=context.settings.seal_deadline_s,
+        schedule=context.request.schedule,
+    )
+    if context.rank == 0:
+        for line in announcement(context, introduction, plan, result, restored_from):
+            say(line)
+    if tree is not None:
+        if tree["marked"]:
+            session.resume_marking()
+        random_state.restore(tree["random"])
+        if plan.must_protect_again:
+            session.protect_again(tree["marked"])
+    return session
+
+
+def make_snapshotter(
+    context: AttachContext,
+    introduction: Introduction,
+    plan: AttachPlan,
+    leases: SlotLeases,
+    slots: Sequence[MappedSlot],
+    engine: CopyEngine,
+    history: SnapshotHistory,
+    step: int,
+) -> Snapshotter:
+    """Returns the snapshotter of the new epoch.
+
+    Args:
+        context: what every step needs.
+        introduction: the ranks and nodes that take part.
+        plan: the new epoch and its placement.
+        leases: the leases of this rank.
+        slots: the slots for the snapshots.
+        engine: copies snapshots.
+        history: the tasks of the session.
+        step: the completed step.
+    """
+    settings, daemon, state, epoch = context.settings, introduction.daemon, introduction.state, plan.decision.epoch
+    rank, tracked = context.rank, state.tracked
+    reporter = Reporter(
+        ReporterFacts(
+            address=daemon.address,
+            path=daemon.hello.local_socket,
+            job=introduction.job.id,
+            epoch=epoch,
+            rank=rank,
+            deadline_s=settings.rpc_deadline_s,
+        ),
+        context.failpoints,
+        DaemonRestarter(settings, daemon.hello.unattended).refused,
+    )
+    return Snapshotter(
+        SnapshotFacts(rank, epoch, plan.placement, step + 2 * context.request.every, context.failpoints),
+        plan.base,
+        SavePlanner(tracked, plan.placement, rank, engine.parity_tiling, state.predicted.leaves),
+        state.host,
+        engine,
+        reporter,
+        RankSlots(list(slots), leases, rank),
+        history,
+    )
+
+
+def copy_engine(context: AttachContext, introduction: Introduction) -> CopyEngine:
+    """Returns the engine that copies the state of this rank's device."""
+    settings, device = context.settings, introduction.state.device
+    if device.type == "cuda":
+        from reft.client.snapshot.cuda_engine import CudaCopyEngine
+
+        return CudaCopyEngine(Device(device), settings.parity_scratch_bytes, settings.overrun_scratch_bytes)
+    teams = [introduction.ranks.infos[rank].process.team for rank in introduction.node.ranks]
+    return CpuCopyEngine(copy_cpus(), has_idle=has_idle_cores(ComputeThreads.own(), teams))
+
+
+def _cadence(context: AttachContext, plan: AttachPlan) -> SnapshotCadence:
+    settings, request = context.settings, context.request
+    history = FailureHistory(plan.manifest.trained_s, plan.manifest.failures)
+    estimator = IntervalEstimator(settings.overhead_budget, settings.mtbf_s or history.mtbf_s)
+    return SnapshotCadence(DueSteps(request.every, request.adapts), estimator)
+
+
+def announcement(
+    context: AttachContext,
+    introduction: Introduction,
+    plan: AttachPlan,
+    result: RestoreResult,
+    restored_from: str | None,
+) -> list[str]:
+    """Returns lines about the restored state, and the parts that a restart would not restore."""
+    job, world = introduction.job, len(introduction.ranks.infos)
+    lines = report.restored(job.id, plan.base, restored_from, plan.manifest, plan.survey, plan.recovery)
+    if plan.base_manifest is not None and plan.is_reshaped:
+        lines += report.reshaped(plan.base_manifest.world, world, result.lines)
+    if plan.base is None and not job.named:
+        lines += report.earlier_runs(plan.survey, plan.manifest.script)
+    lines += report.exposure(plan.placement)
+    return lines + report.not_covered(context.request, introduction.state.tracked, world)

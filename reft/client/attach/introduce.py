@@ -1,0 +1,328 @@
+"""The first steps of attach: every rank learns the facts of all ranks, and the manifest follows.
+
+introduce   this rank's state, this node's daemon ─► RankInfo ═► all ranks ─► Introduction
+describe    one rank for each symbolic table: the table ═► all ranks ─► Description
+            digests of replicas ═► mismatched leaves
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import grpc
+import torch
+
+from reft.client.attach.arguments import AttachArguments, AttachContext
+from reft.client.attach.launcher import die_with_parent
+from reft.client.attach.rank_table import (
+    IDENT_BYTES,
+    AgreedSettings,
+    IdentityFacts,
+    JobSecrets,
+    LayoutFacts,
+    NodeIdentity,
+    ProcessFacts,
+    RankInfo,
+    RankTable,
+)
+from reft.client.link.exchange import RankMessage, gather, share
+from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.memory.threads import ComputeThreads
+from reft.client.restore.materialize import missing_state_buffer
+from reft.client.snapshot.replica_check import find_mismatched
+from reft.client.state.host_state import HostState
+from reft.client.state.tensors import TensorIndex
+from reft.client.state.tracked_objects import TrackedObjects
+from reft.config import Config, Launch
+from reft.core.layout import symbolic
+from reft.core.layout.cells import Division
+from reft.core.layout.layout import Layout, Leaf, pack
+from reft.core.membership.job_identity import JobIdentity
+from reft.errors import AttachError
+from reft.wire import daemon_launcher, local_socket, manifest, messages, rpc
+from reft.wire.manifest import division_of, domains_of, inline_bytes_max, layouts_of
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """The state of this rank, as it is before a restore.
+
+    Attributes:
+        tracked: the objects that hold tensors.
+        host: host state.
+        tensor_index: where each tensor was found.
+        leaves: the leaves that exist, and those that the first step will create.
+    """
+
+    tracked: TrackedObjects
+    host: HostState
+    tensor_index: TensorIndex
+    leaves: Sequence[Leaf]
+
+    @classmethod
+    def of(cls, tracked: TrackedObjects, request: AttachArguments) -> LocalState:
+        """Returns the state of these objects.
+
+        Raises:
+            UnsupportedState: reft can't hold a part of the state.
+        """
+        host = HostState(tracked, {**request.objects(), **tracked.extra_states()})
+        host.check_size()
+        tensor_index = tracked.bind()
+        return cls(tracked, host, tensor_index, [*tensor_index.leaves(), *tracked.predict()])
+
+    @cached_property
+    def predicted(self) -> Layout:
+        """The layout of all leaves."""
+        return pack(self.leaves)
+
+    @cached_property
+    def symbolic(self) -> symbolic.SymbolicLayout:
+        """The layout without the facts that differ by rank."""
+        return symbolic.symbolic_form(self.leaves)
+
+    @cached_property
+    def table(self) -> bytes:
+        """The table of the layout, as slots have it."""
+        return messages.table_to(self.predicted)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's state: the CUDA device of any parameter, else the CPU."""
+        devices = (named.local.device for named in self.tracked.parameters())
+        return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+
+class RestoreMemory:
+    """Memory for the state to restore; its pages are made in the background.
+
+    Attributes:
+        buffer: the memory; empty until a restore is likely.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = HugePageBuffer(0)
+
+    def make(self, state: LocalState) -> None:
+        """Starts to make memory for the leaves that do not exist."""
+        self.buffer = missing_state_buffer(state.predicted.leaves, state.tracked, state.tensor_index)
+
+    def close(self) -> None:
+        """Frees the memory that no tensor uses."""
+        self.buffer.close()
+        self.buffer = HugePageBuffer(0)
+
+
+@dataclass(frozen=True)
+class NodeDaemon:
+    """This node's daemon, as it answered this rank.
+
+    Attributes:
+        address: address of its gRPC socket.
+        hello: its first answer.
+        caller: this process as the daemon sees it.
+        deadline_s: deadline of one call.
+    """
+
+    address: str
+    hello: pb.HelloReply
+    caller: local_socket.Caller
+    deadline_s: float
+
+    @classmethod
+    def find(cls, settings: Config, job: str) -> NodeDaemon:
+        """Returns this node's daemon; starts a daemon if none was named and none runs.
+
+        Raises:
+            ReftError: see `daemon_launcher.find`.
+        """
+        address, hello = daemon_launcher.find(settings, job=job)
+        caller = local_socket.introduce(hello.local_socket, settings.attach_deadline_s)
+        return cls(address, hello, caller, settings.attach_deadline_s)
+
+    def call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
+        """Calls a method of the daemon, and returns the reply.
+
+        Raises:
+            ReftError: the call failed; see `rpc.error_of`.
+        """
+        with rpc.channel(self.address) as channel:
+            try:
+                return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=deadline_s or self.deadline_s)
+            except grpc.RpcError as error:
+                raise rpc.error_of(error, self.address) from error
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """The result of the step introduce.
+
+    Attributes:
+        rank: this rank.
+        state: the state of this rank.
+        daemon: the daemon of this rank's node.
+        ranks: the infos of all ranks.
+        job: the job of all ranks.
+        nodes: the nodes of all ranks.
+    """
+
+    rank: int
+    state: LocalState
+    daemon: NodeDaemon
+    ranks: RankTable
+    job: JobIdentity
+    nodes: Sequence[pb.Node]
+
+    @property
+    def node(self) -> pb.Node:
+        """The node of this rank."""
+        return self.node_of(self.rank)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks to its node's daemon for all ranks of the node."""
+        return leader_of(self.node) == self.rank
+
+    @property
+    def ranks_by_node(self) -> dict[str, list[int]]:
+        """Node id → the ranks that run there."""
+        return {node.id: list(node.ranks) for node in self.nodes}
+
+    def node_of(self, rank: int) -> pb.Node:
+        """Returns the node of a rank."""
+        return next(node for node in self.nodes if rank in node.ranks)
+
+
+@dataclass(frozen=True)
+class Description:
+    """The result of the step describe.
+
+    Attributes:
+        manifest: the new manifest, before anything is known of an earlier attach.
+        division: the cells, if all replicas are equal.
+        mismatched: names of the leaves whose replicas differ now.
+    """
+
+    manifest: pb.Manifest
+    division: Division
+    mismatched: Sequence[str] = ()
+
+
+def leader_of(node: pb.Node) -> int:
+    """Returns the rank that speaks to the node's daemon for all ranks of the node."""
+    return node.ranks[0]
+
+
+def check_process_group(launch: Launch, world: int) -> None:
+    """Raises AttachError if there are other ranks and torch.distributed can't reach them.
+
+    Args:
+        launch: facts from the launcher's environment.
+        world: the number of ranks that torch.distributed reaches.
+    """
+    if launch.world > 1 and world == 1:
+        raise AttachError(
+            f"WORLD_SIZE is {launch.world}, but torch.distributed is not initialized.",
+            "call init_process_group before reft.attach",
+        )
+
+
+def introduce(context: AttachContext, tracked: TrackedObjects, memory: RestoreMemory | None) -> Introduction:
+    """Exchanges what each rank knows of itself. All ranks call it together.
+
+    Args:
+        context: what every step needs.
+        tracked: the tracked objects, with names that mean the same on all ranks.
+        memory: gets memory for the state, if the daemon holds the job; None if nothing will be
+            restored.
+
+    Raises:
+        ReftError: a rank has no daemon or state that reft can't hold, or the ranks differ.
+    """
+
+    def introduce_self() -> tuple[tuple[LocalState, NodeDaemon], RankInfo]:
+        check_process_group(context.launch, context.rank_group.world)
+        state = LocalState.of(tracked, context.request)
+        identity = IdentityFacts.of(context.settings, context.launch)
+        daemon = NodeDaemon.find(context.settings, identity.identify().id)
+        if memory is not None and daemon.hello.held:
+            memory.make(state)
+        info = rank_info(context, state, daemon, identity)
+        if context.launch.under_agent:
+            die_with_parent()
+        return (state, daemon), info
+
+    (state, daemon), infos = share(context.rank_group, introduce_self, RankInfo)
+    ranks = RankTable(infos)
+    return Introduction(context.rank, state, daemon, ranks, ranks.job(), ranks.nodes())
+
+
+def rank_info(context: AttachContext, state: LocalState, daemon: NodeDaemon, identity: IdentityFacts) -> RankInfo:
+    """Returns what this rank tells all ranks."""
+    hello = daemon.hello
+    return RankInfo(
+        node=NodeIdentity(hello.node, hello.node_id, tuple(hello.addresses), hello.domain),
+        process=ProcessFacts.of(daemon.caller.process.pid, ComputeThreads.own()),
+        identity=identity,
+        layout=LayoutFacts.of(state.predicted, state.symbolic),
+        agreed=AgreedSettings.of(context.request, context.settings),
+        secrets=None if context.rank else make_secrets(context.settings.slots + 1),
+    )
+
+
+def make_secrets(tries: int) -> JobSecrets:
+    """Returns new secrets of a job, for so many tries of one attach."""
+    return JobSecrets(secrets.token_bytes(IDENT_BYTES * tries), secrets.token_bytes(32))
+
+
+def describe(context: AttachContext, introduction: Introduction) -> Description:
+    """Publishes symbolic tables, and compares replicas. All ranks call it together.
+
+    Raises:
+        AttachError: a rank could not take part.
+    """
+    state, ranks = introduction.state, introduction.ranks
+    is_mine = ranks.describes(context.rank)
+    published = gather(
+        context.rank_group,
+        lambda: RankMessage(manifest.table_to(state.symbolic.table) if is_mine else b""),
+        RankMessage,
+    )
+    new = manifest_of(context, introduction, [each.data for each in published])
+    division = division_of(new, inline_bytes_max(domains_of(new)), ())
+    names = layouts_of(new)[0].names
+    return Description(new, division, find_mismatched(context.rank_group, division, names, state.tensor_index))
+
+
+def manifest_of(context: AttachContext, introduction: Introduction, published: Sequence[bytes]) -> pb.Manifest:
+    """Returns the new manifest.
+
+    Args:
+        context: what every step needs.
+        introduction: the facts of all ranks.
+        published: the symbolic table that each rank published; see `RankTable.layouts`.
+    """
+    request, first = context.request, introduction.ranks.first
+    tables, layouts, index = introduction.ranks.layouts(published)
+    return pb.Manifest(
+        job=introduction.job.id,
+        named=introduction.job.named,
+        token=introduction.ranks.secrets.token,
+        world=len(introduction.ranks.infos),
+        nodes=introduction.nodes,
+        script=first.identity.script,
+        every=request.every,
+        launch=first.identity.launch,
+        protect=request.protect,
+        tolerate=-1 if request.tolerate is None else request.tolerate,
+        chunk_bytes=context.settings.chunk_bytes,
+        tables=tables,
+        layouts=layouts,
+        layout_of=index,
+    )

@@ -1,0 +1,209 @@
+"""The steps plan and decide: where the job starts, the same on every rank.
+
+    JobSurvey ─► RecoveryPlan: the base, or a fresh start, or an error
+              ─► AttachPlan: new epoch, manifest, placement ─► decide: one rank a node stores the
+                                                               decision, before any rank loads
+
+`AttachTry` counts the tries: after a damaged base all ranks plan again, without what is damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from reft.client.attach import report
+from reft.client.attach.arguments import AttachContext
+from reft.client.attach.introduce import Description, Introduction
+from reft.client.attach.inventory import Erasure
+from reft.client.link.exchange import together
+from reft.client.restore.reshard_match import is_reshaped
+from reft.core.coding.placement import Placement
+from reft.core.commit.decision import Decision
+from reft.core.commit.version import Version
+from reft.core.recovery.lineage import known_to, next_epoch
+from reft.core.recovery.recovery import RecoveryPlan
+from reft.errors import RestoreError
+from reft.wire import messages
+from reft.wire.inventory import JobSurvey
+from reft.wire.manifest import placement_of, placing
+from reft.wire.v1 import daemon_pb2 as pb
+
+
+@dataclass(frozen=True)
+class AttachTry:
+    """One try to find a base that is sound.
+
+    Attributes:
+        number: 0 for the first try.
+        erased: slots and capsules that were found damaged in earlier tries.
+        first_survey: the survey of the first try, during later tries.
+    """
+
+    number: int = 0
+    erased: frozenset[Erasure] = frozenset()
+    first_survey: JobSurvey | None = None
+
+    def after(self, plan: AttachPlan, damaged: Collection[int], tries: int) -> AttachTry:
+        """Returns the next try: without the damaged slots and capsules of this try.
+
+        Args:
+            plan: the plan of this try.
+            damaged: the old ranks whose slots or capsules were damaged.
+            tries: how many tries this attach has.
+
+        Raises:
+            RestoreError: every version that was tried is damaged.
+        """
+        if self.number + 1 >= tries:
+            job = plan.manifest.job
+            raise RestoreError(f"every version of job {job} that was tried is damaged.", f"reft-cli purge {job}")
+        assert plan.base is not None, "only a base can be damaged"
+        recovery = plan.recovery
+        sources = [recovery.sources.get(rank) or recovery.capsules[rank] for rank in damaged]
+        erased = {(source.node, source.slot, plan.base) for source in sources}
+        return AttachTry(self.number + 1, self.erased | erased, self.first_survey or plan.survey)
+
+
+@dataclass(frozen=True)
+class AttachPlan:
+    """The result of the step plan.
+
+    Attributes:
+        recovery: the base, and where each rank's part of it is found.
+        decision: the new epoch and the base.
+        manifest: the manifest of the new epoch.
+        placement: where the new epoch's bytes lie.
+        survey: what all daemons hold of the job.
+    """
+
+    recovery: RecoveryPlan
+    decision: Decision
+    manifest: pb.Manifest
+    placement: Placement
+    survey: JobSurvey
+
+    @property
+    def base(self) -> Version | None:
+        """The version that the job starts from; None for a fresh start."""
+        return self.decision.base
+
+    @property
+    def base_manifest(self) -> pb.Manifest | None:
+        """The manifest that the base was written under; None for a fresh start."""
+        return manifest_of_base(self.survey, self.recovery)
+
+    @cached_property
+    def is_reshaped(self) -> bool:
+        """Whether the job has another shape than the base."""
+        return self.base_manifest is not None and is_reshaped(self.base_manifest, self.manifest)
+
+    @property
+    def must_protect_again(self) -> bool:
+        """Whether the base has lost a node, or the placement has changed since."""
+        before = self.base_manifest
+        return bool(self.recovery.capsules) or (before is not None and placing(before) != placing(self.manifest))
+
+    def restored_from(self, nodes: Sequence[pb.Node]) -> str | None:
+        """Returns the worst source of any rank: None, "memory" or "peers".
+
+        Args:
+            nodes: the nodes of the new job.
+        """
+        if self.base is None:
+            return None
+        node_of = {rank: node.id for node in nodes for rank in node.ranks}
+        has_moved = any(source.node != node_of.get(rank) for rank, source in self.recovery.sources.items())
+        return "peers" if has_moved or self.recovery.capsules or self.is_reshaped else "memory"
+
+
+def manifest_of_base(survey: JobSurvey, recovery: RecoveryPlan) -> pb.Manifest | None:
+    """Returns the manifest that the base was written under; None for a fresh start."""
+    return None if recovery.base is None else survey.manifests[recovery.base.epoch]
+
+
+def recover(job: str, survey: JobSurvey, erased: Collection[Erasure], may_start_fresh: bool) -> RecoveryPlan:
+    """Returns the base, and where each rank's part of it is found.
+
+    Args:
+        job: name of the job.
+        survey: what all daemons hold of the job.
+        erased: slots and capsules that must not be used.
+        may_start_fresh: whether the job may start without a base. Else a person must decide.
+
+    Raises:
+        AttachError: the job has continued twice.
+        RestoreError: no version is whole, and the job may not start fresh.
+    """
+    survey.inventory.refuse_rivals(job)
+    recovery = survey.plan(erased)
+    if recovery.base is None and not may_start_fresh:
+        raise RestoreError(report.lost(job, survey, recovery, erased), report.lost_remedy(job, survey))
+    return recovery
+
+
+def may_start_fresh(survey: JobSurvey, erased: Collection[Erasure]) -> bool:
+    """Decides whether an attach may start without a base: if nothing of the job was ever whole."""
+    return not erased and not survey.inventory.had_whole
+
+
+def mismatched_from(description: Description, base: pb.Manifest | None) -> Sequence[str]:
+    """Returns the mismatched leaves, of which each rank keeps its own copy.
+
+    Before a restore the model has random values, so only the base's mismatched leaves count.
+
+    Args:
+        description: has the leaves that are mismatched now.
+        base: manifest of the base; None for a fresh start.
+    """
+    return description.mismatched if base is None else base.mismatched
+
+
+def make_plan(
+    description: Description, survey: JobSurvey, recovery: RecoveryPlan, mismatched: Sequence[str], ident: bytes
+) -> AttachPlan:
+    """Returns the plan of the new epoch.
+
+    Args:
+        description: the new manifest, before anything was known of an earlier attach.
+        survey: what all daemons hold of the job.
+        recovery: the base, and where each rank's part of it is found.
+        mismatched: names of the leaves of which each rank keeps its own copy.
+        ident: id of the new epoch.
+    """
+    decisions = list(survey.inventory.decisions.values())
+    decision = Decision(next_epoch(decisions, survey.held, ident), recovery.base, known_to(decisions))
+    manifest = pb.Manifest()
+    manifest.CopyFrom(description.manifest)
+    if survey.manifest is not None:
+        manifest.token = survey.manifest.token  # a job keeps its token
+    manifest.trained_s, manifest.failures = survey.inventory.history
+    manifest.mismatched.extend(mismatched)
+    return AttachPlan(recovery, decision, manifest, placement_of(manifest, description.division), survey)
+
+
+def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> None:
+    """Stores the decision on every node. All ranks call it together.
+
+    Raises:
+        ReftError: a daemon refused the decision, or does not answer.
+    """
+
+    def store() -> None:
+        if introduction.is_leader:
+            introduction.daemon.call("Decide", decide_request(introduction, plan))
+
+    together(context.rank_group, store)
+
+
+def decide_request(introduction: Introduction, plan: AttachPlan) -> pb.DecideRequest:
+    """Returns the decision for this rank's daemon."""
+    node = introduction.node.id
+    return pb.DecideRequest(
+        manifest=plan.manifest,
+        decision=messages.decision_to(plan.decision),
+        node_index=[each.id for each in introduction.nodes].index(node),
+        dropped=[slot.slot for slot in plan.recovery.dropped if slot.node == node],
+        base_manifest=plan.base_manifest,
+    )

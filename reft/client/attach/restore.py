@@ -1,0 +1,179 @@
+"""The steps open, load and lease: slots ─► live tensors, and slots for the next snapshots.
+
+registration   every rank: this process is the rank's trainer; an error ends the registration
+restore        every rank: the base's slots ─► live tensors and host state
+lease          one rank a node: the base's capsules go to their holders again;
+               every rank: slots for the next snapshots, every page touched
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from reft.client.attach import report
+from reft.client.attach.arguments import AttachContext
+from reft.client.attach.introduce import Introduction
+from reft.client.attach.plan import AttachPlan
+from reft.client.link.exchange import together
+from reft.client.link.rank_group import RankGroup
+from reft.client.link.slots import ALLOCATION_BYTES_PER_S, MappedSlot, SlotLeases
+from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.restore.decode import decoder_for
+from reft.client.restore.remote_slots import RemoteSlots, SlotOpener
+from reft.client.restore.reshard import ReshardRestore
+from reft.client.restore.reshard_match import leaves_by_rank
+from reft.client.restore.restore import Restore
+from reft.client.restore.run import RestoreContext, RestoreResult, ShapedRestore, run_restore
+from reft.client.restore.transport import Transport, transport_of
+from reft.console import say
+from reft.errors import ReftError
+from reft.wire import messages
+from reft.wire.manifest import layouts_of
+from reft.wire.v1 import daemon_pb2 as pb
+
+
+@contextlib.contextmanager
+def registration(rank_group: RankGroup, leases: SlotLeases) -> Iterator[SlotLeases]:
+    """Registers each rank as trainer; yields its leases. An error ends the registration.
+
+    Args:
+        rank_group: all ranks of the job.
+        leases: the leases of this rank, from `leases_of`.
+
+    Raises:
+        ReftError: a rank can't be registered, for example because another trainer lives.
+    """
+    with contextlib.ExitStack() as undo:
+
+        def register() -> None:
+            leases.register()
+            undo.callback(_release, leases)
+
+        together(rank_group, register)
+        yield leases
+        undo.pop_all()
+
+
+def leases_of(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> SlotLeases:
+    """Returns the leases of this rank under the plan's epoch; registers nothing."""
+    daemon, device = introduction.daemon, introduction.state.device
+    return SlotLeases(
+        address=daemon.address,
+        socket_path=daemon.hello.local_socket,
+        job=introduction.job.id,
+        epoch=plan.decision.epoch,
+        rank=context.rank,
+        settings=context.settings,
+        own=daemon.caller,
+        under_agent=context.launch.under_agent,
+        pins_for=device if device.type == "cuda" else None,
+    )
+
+
+def _release(leases: SlotLeases) -> None:
+    with contextlib.suppress(ReftError):  # the first error counts
+        leases.release()
+
+
+def restore(
+    context: AttachContext,
+    introduction: Introduction,
+    plan: AttachPlan,
+    leases: SlotLeases,
+    buffer: HugePageBuffer,
+) -> RestoreResult:
+    """Restores the base, if there is one. All ranks call it together.
+
+    Args:
+        context: what every step needs.
+        introduction: the ranks and nodes that take part.
+        plan: the base, and where each rank's part of it is found.
+        leases: maps slots of this node.
+        buffer: memory for tensors to create.
+
+    Raises:
+        LayoutChanged: the state does not fit.
+        RestoreError: bytes are not available, or decoded bytes differ from the saved ones.
+    """
+    if plan.base is None:
+        return RestoreResult()
+    settings, group, device = context.settings, context.rank_group.group, introduction.state.device
+    facts = {"rank": context.rank, "epoch": plan.decision.epoch.counter}
+
+    def transport() -> Transport | None:
+        return group and transport_of(settings.load_transport, group, device, settings.attach_deadline_s)
+
+    def at_chunk(chunk: int) -> None:
+        context.failpoints.hit("restore.chunk", chunk=chunk, **facts)
+
+    nodes = {**plan.survey.nodes, **{node.id: node for node in introduction.nodes}}
+    remote = RemoteSlots(
+        introduction.job.id, introduction.daemon.address, introduction.node.id, nodes, settings.attach_deadline_s
+    )
+    with contextlib.closing(SlotOpener(leases, remote)) as opener:
+        shaped = shaped_restore(context, introduction, plan, opener, buffer)
+        return run_restore(shaped, context.rank_group, transport, at_chunk)
+
+
+def shaped_restore(
+    context: AttachContext,
+    introduction: Introduction,
+    plan: AttachPlan,
+    opener: SlotOpener,
+    buffer: HugePageBuffer,
+) -> ShapedRestore[Any, Any]:
+    """Returns the steps of a restore into the same shape, or into another one."""
+    base, before, state = plan.base, plan.base_manifest, introduction.state
+    assert base is not None and before is not None, "a restore has a base"
+    restore_context = RestoreContext(
+        plan=plan.recovery,
+        placement=plan.survey.placements[base.epoch],
+        rank=context.rank,
+        nodes=introduction.ranks_by_node,
+        opener=opener,
+        tracked=state.tracked,
+        tensor_index=state.tensor_index,
+        host=state.host,
+        buffer=buffer,
+    )
+    if plan.is_reshaped:
+        return ReshardRestore(restore_context, leaves_by_rank(before), leaves_by_rank(plan.manifest), before.mismatched)
+    layouts, index = layouts_of(before)
+    decoder = decoder_for(state.device, context.settings.parity_scratch_bytes)
+    return Restore(restore_context, layouts[index[context.rank]].leaves, decoder)
+
+
+def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, damaged: Sequence[int]) -> None:
+    """Ends the registration of all ranks after a damaged base. All ranks call it together.
+
+    The next inventory must not find a rank that is still registered.
+
+    Args:
+        context: what every step needs.
+        plan: the plan with the damaged base.
+        leases: the registration of this rank.
+        damaged: the ranks whose slots or capsules were damaged.
+    """
+    if context.rank == 0:
+        say(report.set_aside(plan.base, damaged))
+    together(context.rank_group, leases.release)
+
+
+def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, leases: SlotLeases) -> list[MappedSlot]:
+    """Returns the slots for the next snapshots. All ranks call it together.
+
+    Raises:
+        NoRoom: the slots don't fit into memory.
+    """
+    data_bytes = plan.placement.rank_placement(context.rank).data_bytes
+
+    def act() -> list[MappedSlot]:
+        if introduction.is_leader and plan.base is not None:
+            epoch = messages.epoch_to(plan.decision.epoch)
+            introduction.daemon.call("Secure", pb.SecureRequest(job=introduction.job.id, epoch=epoch))
+        return leases.lease(data_bytes, len(introduction.state.table))
+
+    all_bytes = data_bytes * context.settings.slots * context.rank_group.world
+    return together(context.rank_group, act, extra_s=all_bytes / ALLOCATION_BYTES_PER_S)

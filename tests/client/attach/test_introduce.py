@@ -1,0 +1,93 @@
+"""The steps introduce and describe, with data: refusals, a rank's info, and the new manifest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from reft.client.attach.introduce import (
+    RestoreMemory,
+    check_process_group,
+    describe,
+    leader_of,
+    make_secrets,
+    rank_info,
+)
+from reft.client.attach.rank_table import LayoutFacts
+from reft.config import Config, Launch
+from reft.errors import AttachError
+from reft.wire.manifest import layouts_of
+from tests.support.attaches import IDENTITY, SECRETS, context, daemon, description, introduction, leaves, state
+
+
+@pytest.mark.parametrize(("launched", "reached"), [(1, 1), (4, 4), (1, 4)])
+def test_ranks_that_torch_reaches_may_attach(launched, reached):
+    check_process_group(Launch(0, launched, "", ""), reached)
+    assert context().rank_group.world == 1
+
+
+def test_several_ranks_without_a_process_group_are_refused():
+    with pytest.raises(AttachError, match=r"WORLD_SIZE is 4, .*\nFix: call init_process_group before reft\.attach"):
+        check_process_group(Launch(0, 4, "", ""), 1)
+
+
+def test_a_rank_tells_what_its_daemon_and_its_state_say():
+    own = state(leaves())
+    info = rank_info(context(rank=1), own, daemon("b"), IDENTITY)
+    assert (info.node.name, info.node.id, info.node.addresses) == ("name-b", "b", ("b:1",))
+    assert info.process.pid == 70, "as the daemon sees it"
+    assert info.identity is IDENTITY and info.agreed.protect == "arc"
+    assert info.layout == LayoutFacts.of(own.predicted, own.symbolic) and info.layout.layout == own.predicted.digest
+
+
+def test_only_rank_0_makes_secrets_enough_for_all_tries():
+    own, slots = state(leaves()), 3
+    first = rank_info(context(slots=slots), own, daemon(), IDENTITY)
+    assert rank_info(context(rank=1), own, daemon(), IDENTITY).secrets is None
+    assert first.secrets.tries == slots + 1, "each slot may hold a damaged version"
+    idents = [first.secrets.ident(number) for number in range(first.secrets.tries)]
+    assert all(len(ident) == 16 for ident in idents) and len(set(idents)) == slots + 1
+    assert make_secrets(2) != make_secrets(2)
+
+
+def test_one_rank_of_each_node_speaks_to_its_daemon():
+    introductions = [introduction("abab", rank) for rank in range(4)]
+    assert [each.is_leader for each in introductions] == [True, True, False, False]
+    assert [each.node.id for each in introductions] == list("abab")
+    assert introductions[0].ranks_by_node == {"a": [0, 2], "b": [1, 3]}
+    assert [leader_of(node) for node in introductions[3].nodes] == [0, 1]
+
+
+def test_the_manifest_has_the_facts_of_all_ranks():
+    introduced = introduction("ab")
+    manifest = description(introduced).manifest
+    assert (manifest.job, manifest.named, manifest.world) == ("job", True, 2)
+    assert [(node.id, list(node.ranks)) for node in manifest.nodes] == [("a", [0]), ("b", [1])]
+    assert (manifest.protect, manifest.tolerate, manifest.every) == ("arc", 1, 1)
+    assert manifest.token == SECRETS.token and manifest.launch == IDENTITY.launch
+    assert manifest.chunk_bytes == Config().chunk_bytes
+    layouts, index = layouts_of(manifest)
+    assert index == [0, 0] and layouts[0] == introduced.state.predicted
+
+
+def test_an_automatic_tolerance_stays_open_in_the_manifest():
+    own = context()
+    introduced = introduction("a")
+    automatic = replace(own, request=replace(own.request, tolerate=None))
+    assert describe(automatic, introduced).manifest.tolerate == -1
+    assert describe(own, introduced).manifest.tolerate == 1
+
+
+def test_a_rank_alone_has_no_mismatched_leaves():
+    described = describe(context(), introduction("a"))
+    assert list(described.mismatched) == [] and described.manifest == description(introduction("a")).manifest
+
+
+def test_memory_is_made_for_missing_leaves_and_freed():
+    memory = RestoreMemory()
+    assert memory.buffer.nbytes == 0
+    memory.make(state(leaves(1 << 20)))
+    assert memory.buffer.nbytes >= 8 << 20
+    memory.close()
+    assert memory.buffer.nbytes == 0

@@ -1,0 +1,178 @@
+"""The steps plan and decide, with data: base, fresh start, damage, loss, and each node's part."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from reft.client.attach.inventory import Erasure
+from reft.client.attach.plan import (
+    AttachPlan,
+    AttachTry,
+    decide_request,
+    make_plan,
+    manifest_of_base,
+    may_start_fresh,
+    mismatched_from,
+    recover,
+)
+from reft.core.commit.version import Epoch, Version
+from reft.errors import AttachError, RestoreError
+from reft.wire import messages
+from reft.wire.inventory import JobSurvey
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.attaches import begun, description, introduction, reply, sealed, survey_of
+
+FIRST = begun()
+EPOCH = FIRST.decision.epoch
+IDENT = b"i" * 16
+
+
+def planned(survey: JobSurvey, erased: Collection[Erasure] = (), nodes: str = "ab", width: int = 3000) -> AttachPlan:
+    """Returns the plan of an attach with one rank on each of these nodes."""
+    described = description(introduction(nodes, width=width), ["model.0.w"])
+    recovery = recover("job", survey, erased, may_start_fresh(survey, erased))
+    mismatched = mismatched_from(described, manifest_of_base(survey, recovery))
+    return make_plan(described, survey, recovery, mismatched, IDENT)
+
+
+def test_a_new_job_starts_fresh():
+    attached = introduction()
+    plan = planned(JobSurvey({node: reply(node) for node in "ab"}))
+    assert plan.base is None and plan.base_manifest is None
+    assert plan.decision.epoch == Epoch(1, IDENT)
+    assert plan.manifest.token == attached.ranks.secrets.token
+    assert list(plan.manifest.mismatched) == ["model.0.w"], "the leaves that differ now"
+    assert plan.restored_from(attached.nodes) is None and not plan.must_protect_again and not plan.is_reshaped
+
+
+def test_the_newest_whole_version_is_the_base():
+    plan = planned(survey_of(FIRST, {"a": [7, 8, 9], "b": [7, 8]}))
+    assert plan.base == Version(EPOCH, 8)
+    assert plan.decision.epoch.counter == 2 and plan.decision.known == (EPOCH,)
+    assert plan.manifest.token == b"first token", "a job keeps its token"
+    assert (plan.manifest.trained_s, plan.manifest.failures) == (60.0, 1)
+    assert plan.restored_from(introduction().nodes) == "memory" and not plan.must_protect_again
+
+
+def test_only_mismatched_leaves_of_the_base_count_in_a_restore():
+    base = begun(mismatched=["model.0.b"])
+    assert list(planned(survey_of(base, {"a": [8], "b": [8]})).manifest.mismatched) == ["model.0.b"]
+
+
+def test_a_description_does_not_change_with_a_plan():
+    described = description(introduction())
+    before = described.manifest.SerializeToString(deterministic=True)
+    survey = survey_of(FIRST, {"a": [8], "b": [8]})
+    make_plan(described, survey, recover("job", survey, (), False), ["model.0.w"], IDENT)
+    assert described.manifest.SerializeToString(deterministic=True) == before
+
+
+def test_a_lost_slot_is_decoded_with_its_capsule_and_protected_again():
+    plan = planned(survey_of(FIRST, {"a": [8]}, a=[(1, 8)]), nodes="ac")
+    assert plan.base == Version(EPOCH, 8) and set(plan.recovery.capsules) == {1}
+    assert plan.restored_from(introduction("ac").nodes) == "peers" and plan.must_protect_again
+
+
+def test_a_slot_on_another_node_comes_from_peers():
+    plan = planned(survey_of(FIRST, {"a": [8], "b": [8]}), nodes="ba")
+    assert not plan.recovery.capsules and not plan.is_reshaped
+    assert plan.restored_from(introduction("ba").nodes) == "peers"
+    assert plan.must_protect_again, "the ranks lie on other nodes, so the placement has changed"
+
+
+def test_another_number_of_ranks_is_another_shape_and_another_model_is_not():
+    survey = survey_of(FIRST, {"a": [8], "b": [8]})
+    plan = planned(survey, nodes="a")
+    assert plan.is_reshaped and plan.restored_from(introduction("a").nodes) == "peers"
+    assert not planned(survey, width=2999).is_reshaped, "the restore refuses the model, with its leaves"
+
+
+def test_an_erased_slot_makes_an_older_version_the_base():
+    erased = {("b", "rank-1.slot-8", Version(EPOCH, 8))}
+    plan = planned(survey_of(FIRST, {"a": [7, 8], "b": [7, 8]}), erased)
+    assert plan.base == Version(EPOCH, 7)
+
+
+def test_a_job_that_had_a_whole_version_does_not_start_fresh():
+    with pytest.raises(RestoreError, match="job job had a whole version, but no version is whole now") as error:
+        planned(survey_of(FIRST, {"a": [8]}))
+    assert "reft-cli purge job" in str(error.value)
+
+
+def test_a_job_with_erased_slots_does_not_start_fresh():
+    nothing = JobSurvey({"a": reply("a")})
+    assert may_start_fresh(nothing, ())
+    assert not may_start_fresh(nothing, {("a", "rank-0.slot-8", Version(EPOCH, 8))})
+    assert not may_start_fresh(survey_of(FIRST, {"a": []}), ())
+
+
+def test_two_histories_are_refused():
+    other = begun(ident=b"o" * 16)
+    other.manifest.token = FIRST.manifest.token
+    replies = {
+        "a": reply("a", begun("a", b"1" * 16), [sealed(0, 8, Epoch(1, b"1" * 16))]),
+        "b": reply("b", begun("b", b"2" * 16), [sealed(0, 9, Epoch(1, b"2" * 16))]),
+    }
+    with pytest.raises(AttachError, match=r"epoch 1 on name-a, up to step 8"):
+        planned(JobSurvey(replies))
+
+
+# Tries
+
+
+def test_after_damage_older_versions_are_tried_until_none_is_left():
+    survey, damaged = survey_of(FIRST, {"a": [6, 7, 8], "b": [6, 7, 8]}), [1]
+    attempt, bases = AttachTry(), []
+    with pytest.raises(RestoreError, match=r"no version is whole now.* on node name-b is damaged"):
+        while True:
+            plan = planned(survey, attempt.erased)
+            assert plan.base is not None
+            bases.append(plan.base.step)
+            attempt = attempt.after(plan, damaged, tries=6)
+            survey = JobSurvey(survey.replies, before=attempt.first_survey)
+    assert bases == [8, 7, 6] and attempt.number == 3
+    assert {slot for _, slot, _ in attempt.erased} == {f"rank-1.slot-{step}" for step in (6, 7, 8)}
+
+
+def test_a_damaged_capsule_is_erased_under_its_own_name():
+    plan = planned(survey_of(FIRST, {"a": [8]}, a=[(1, 8)]), nodes="ac")
+    assert AttachTry().after(plan, [1], tries=4).erased == {("a", "capsule-1", Version(EPOCH, 8))}
+
+
+def test_after_the_last_try_attach_fails():
+    plan = planned(survey_of(FIRST, {"a": [8], "b": [8]}))
+    attempt = AttachTry()
+    for _ in range(2):
+        attempt = attempt.after(plan, [0], tries=3)
+    with pytest.raises(
+        RestoreError, match=r"every version of job job that was tried is damaged.\nFix: reft-cli purge job"
+    ):
+        attempt.after(plan, [0], tries=3)
+
+
+def test_later_tries_remember_the_first_survey():
+    first = planned(survey_of(FIRST, {"a": [7, 8], "b": [7, 8]}))
+    attempt = AttachTry().after(first, [1], tries=4)
+    second = planned(JobSurvey(first.survey.replies, before=attempt.first_survey), attempt.erased)
+    assert attempt.after(second, [1], tries=4).first_survey is first.survey
+
+
+# The decision
+
+
+def test_each_node_gets_the_decision_its_place_and_its_dropped_slots():
+    plan = planned(survey_of(FIRST, {"a": [8, 9], "b": [8]}))
+    requests = [decide_request(introduction(rank=rank), plan) for rank in range(2)]
+    assert [request.node_index for request in requests] == [0, 1]
+    assert [list(request.dropped) for request in requests] == [["rank-0.slot-9"], []]
+    for request in requests:
+        assert request.manifest == plan.manifest and request.base_manifest == FIRST.manifest
+        assert messages.decision_from(request.decision) == plan.decision
+
+
+def test_a_fresh_start_has_no_manifest_of_a_base():
+    plan = planned(JobSurvey({"a": reply("a")}))
+    request: pb.DecideRequest = decide_request(introduction(), plan)
+    assert not request.HasField("base_manifest") and not request.decision.HasField("base")

@@ -1,0 +1,128 @@
+"""The registration of a rank, and the steps of a restore, with fake leases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from reft.client.attach.plan import make_plan, recover
+from reft.client.attach.restore import give_up, lease, leases_of, registration, restore, shaped_restore
+from reft.client.link.rank_group import RankGroup
+from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.restore.reshard import ReshardRestore
+from reft.client.restore.restore import Restore
+from reft.client.restore.run import RestoreResult
+from reft.config import Launch
+from reft.errors import AlreadyAttached, AttachError, ReftError
+from tests.support.attaches import begun, context, description, introduction, survey_of
+
+FIRST = begun()
+
+
+class FakeLeases:
+    """Leases that remember what was asked of them."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.acts = fails, []
+
+    def _act(self, name: str) -> None:
+        self.acts.append(name)
+        if name in self.fails.split():
+            raise AlreadyAttached(f"{name} failed.")
+
+    def register(self) -> None:
+        self._act("register")
+
+    def release(self) -> None:
+        self._act("release")
+
+    def lease(self, data_bytes: int, table_bytes: int) -> list[str]:
+        self.acts.append((data_bytes, table_bytes))
+        return ["slot"]
+
+
+class OtherFails:
+    """A rank group of two ranks; the act of the other rank fails."""
+
+    def gather_or_raise(self, act, extra_s=0.0, deadline_s=None):
+        act()
+        raise AttachError("rank 1 could not attach")
+
+
+def test_a_registration_stays_after_a_success():
+    leases = FakeLeases()
+    with registration(RankGroup(1.0), leases) as given:
+        assert given is leases
+    assert leases.acts == ["register"]
+
+
+def test_an_error_ends_the_registration_and_is_raised():
+    leases = FakeLeases(fails="release")
+    with pytest.raises(ReftError, match="load failed"), registration(RankGroup(1.0), leases):
+        raise ReftError("load failed.")
+    assert leases.acts == ["register", "release"]
+
+
+def test_an_error_of_another_rank_ends_the_registration():
+    leases = FakeLeases()
+    with pytest.raises(AttachError, match="rank 1"), registration(OtherFails(), leases):
+        raise AssertionError("no rank goes on")
+    assert leases.acts == ["register", "release"]
+
+
+def test_a_rank_that_was_refused_releases_nothing():
+    """The registration is another trainer's."""
+    leases = FakeLeases(fails="register")
+    with pytest.raises(AlreadyAttached), registration(RankGroup(1.0), leases):
+        raise AssertionError("no rank goes on")
+    assert leases.acts == ["register"]
+
+
+def test_after_damage_the_registration_ends_once(capsys):
+    leases = FakeLeases()
+    plan = planned("ab")
+    with registration(RankGroup(1.0), leases):
+        give_up(context(), plan, leases, [1])
+    assert leases.acts == ["register", "release"]
+    assert f"{plan.base} of rank 1 is damaged" in capsys.readouterr().err
+
+
+def planned(nodes: str):
+    """Returns the plan of an attach on these nodes, after step 8 was whole on nodes a and b."""
+    survey = survey_of(FIRST, {"a": [8], "b": [8]})
+    return make_plan(description(introduction(nodes)), survey, recover("job", survey, (), False), [], b"i" * 16)
+
+
+@pytest.mark.parametrize(("under_agent", "run_id"), [(False, ""), (True, "run")])
+def test_leases_name_the_rank_under_the_new_epoch(under_agent, run_id):
+    plan = planned("ab")
+    leases = leases_of(context(rank=1, launch=Launch(1, 2, run_id, "")), introduction("ab", rank=1), plan)
+    assert (leases.job, leases.epoch, leases.rank) == ("job", plan.decision.epoch, 1)
+    assert leases.under_agent is under_agent and leases.pins_for is None
+
+
+def test_the_shape_chooses_the_steps_of_the_restore():
+    plan, epoch = planned("ab"), FIRST.decision.epoch
+    same = shaped_restore(context(), introduction("ab"), plan, SimpleNamespace(), HugePageBuffer(0))
+    assert isinstance(same, Restore) and [leaf.name for leaf in same.predicted] == ["model.0.w", "model.0.b"]
+    other = shaped_restore(context(), introduction("a"), planned("a"), SimpleNamespace(), HugePageBuffer(0))
+    assert isinstance(other, ReshardRestore) and (len(other.before), len(other.after)) == (2, 1)
+    assert same.context.placement is plan.survey.placements[epoch], "the one that the base was written with"
+
+
+def test_a_fresh_start_restores_nothing():
+    assert restore(context(), introduction(), begun(), FakeLeases(), HugePageBuffer(0)) == RestoreResult()
+
+
+@pytest.mark.parametrize(("rank", "is_fresh", "called"), [(0, False, ["Secure"]), (1, False, []), (0, True, [])])
+def test_one_rank_a_node_secures_the_capsules_of_the_base(rank, is_fresh, called):
+    calls = []
+    daemon = SimpleNamespace(call=lambda method, request: calls.append((method, request)))
+    introduced, leases = replace(introduction("aa", rank=rank), daemon=daemon), FakeLeases()
+    plan = begun("aa") if is_fresh else planned("aa")
+    assert lease(context(rank=rank), introduced, plan, leases) == ["slot"]
+    assert [method for method, _ in calls] == called
+    assert all(request.epoch.counter == 2 for _, request in calls)
+    assert leases.acts == [(plan.placement.rank_placement(rank).data_bytes, len(introduced.state.table))]
