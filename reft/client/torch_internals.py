@@ -45,14 +45,15 @@ OF_CLASSES = (
 STRIDED_SHARD = "_StridedShard"
 PLACEMENTS = _names("placement_types", STRIDED_SHARD, "DTensors")
 FLAT_PARAMETER = _names(
-    "FlatParameter",
-    "_local_shard _params _fqns _shapes _shard_param_infos _param_infos _shared_param_infos",
-    "FSDP1",
+    "flat_param", "_params _fqns _shapes _shard_param_infos _param_infos _shared_param_infos", "FSDP1"
 )
+# A flat parameter gets its shard in the first forward; torch's class declares it.
+LOCAL_SHARD = "_local_shard"
+SHARD = _names("FlatParameter", LOCAL_SHARD, "FSDP1")
 FSDP2_STATE = _names("FSDPState", "_fsdp_param_groups", "FSDP2")
 FSDP2_PARAMETER = _names("FSDPParam", "_module_info", "FSDP2")
 SCALER = _names("GradScaler", "_scale _growth_tracker", "GradScaler")
-REQUIRED = (*OF_CLASSES, *PLACEMENTS, *FLAT_PARAMETER, *FSDP2_STATE, *FSDP2_PARAMETER, *SCALER)
+REQUIRED = (*OF_CLASSES, *PLACEMENTS, *FLAT_PARAMETER, *SHARD, *FSDP2_STATE, *FSDP2_PARAMETER, *SCALER)
 
 # Names that reft can do without; `use` says what reft can't do then.
 MICROBATCHES, LOSS, QUEUE, HOOK_STATES, LR_MARK = OPTIONAL = (
@@ -64,7 +65,6 @@ MICROBATCHES, LOSS, QUEUE, HOOK_STATES, LR_MARK = OPTIONAL = (
 )
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-LOCAL_SHARD = "_local_shard"
 FLAT_NAME = "_flat_param"  # of the flat parameter in a module, without use_orig_params
 SCALER_TENSORS = ("_scale", "_growth_tracker")
 
@@ -108,6 +108,7 @@ def needed(values: Iterable[Any]) -> Iterator[tuple[PrivateName, object]]:
             yield from ((name, each) for each in fsdp2_parameters(value) for name in FSDP2_PARAMETER)
         if "FullyShardedDataParallel" in kinds and (handle := fsdp1_handle(value)) is not None:
             yield from ((name, handle.flat_param) for name in FLAT_PARAMETER)
+            yield from ((name, torch.distributed.fsdp.FlatParameter) for name in SHARD)
         if "GradScaler" in kinds and value.is_enabled():
             yield from ((name, value) for name in SCALER)
 

@@ -6,14 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import placement_types
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reft.client import torch_internals
 from reft.client.attach.arguments import AttachArguments
-from reft.client.torch_internals import FLAT_PARAMETER, OF_CLASSES, OPTIONAL, REQUIRED, SCALER, notices, require
+from reft.client.torch_internals import FLAT_PARAMETER, OF_CLASSES, OPTIONAL, REQUIRED, SCALER, needed, notices, require
 from reft.errors import UnsupportedState
 from reft.private_names import PrivateName
+from tests.support import sharded
+from tests.support.stages import Clock, ScriptedStage
 
 
 def make(owner: str, *names: str, **values: object) -> object:
@@ -31,7 +38,7 @@ def of(owner: str) -> list[PrivateName]:
 
 def flat_wrapper(without: str = "") -> object:
     """Returns a stand-in for an FSDP1 wrapper whose flat parameter lacks one name."""
-    flat = make("FlatParameter", *named(FLAT_PARAMETER, without))
+    flat = make("Parameter", *named(FLAT_PARAMETER, without))
     handle = SimpleNamespace(uses_sharded_strategy=True, flat_param=flat)
     names = named(of("FullyShardedDataParallel"), without)
     return make("FullyShardedDataParallel", *names, **({} if without == "_handle" else {"_handle": handle}))
@@ -51,7 +58,7 @@ def scaler(without: str = "") -> object:
 
 STAND_INS = {
     "FullyShardedDataParallel": flat_wrapper,
-    "FlatParameter": flat_wrapper,
+    "flat_param": flat_wrapper,
     "FSDPModule": fsdp2_module,
     "FSDPState": fsdp2_module,
     "FSDPParam": fsdp2_module,
@@ -59,7 +66,10 @@ STAND_INS = {
 }
 
 
-@pytest.mark.parametrize("name", [each for each in REQUIRED if each.owner != "placement_types"], ids=str)
+OF_OBJECTS = [each for each in REQUIRED if each.owner not in ("placement_types", "FlatParameter")]
+
+
+@pytest.mark.parametrize("name", OF_OBJECTS, ids=str)
 def test_each_missing_name_is_refused_by_name(name):
     stand_in = STAND_INS.get(name.owner, lambda without="": make(name.owner, *named(of(name.owner), without)))
     require([stand_in()])
@@ -72,6 +82,13 @@ def test_a_torch_without_strided_shards_is_refused_only_for_dtensors(monkeypatch
     require([nn.Linear(1, 1)])
     with pytest.raises(UnsupportedState, match=r"has no placement_types\._StridedShard"):
         require([make("DTensor", "_local_tensor")])
+
+
+def test_a_torch_without_fsdp1s_shard_is_refused_only_for_fsdp1(monkeypatch):
+    monkeypatch.delitem(FlatParameter.__annotations__, "_local_shard")
+    require([fsdp2_module()])
+    with pytest.raises(UnsupportedState, match=r"has no FlatParameter\._local_shard"):
+        require([flat_wrapper()])
 
 
 def test_names_that_the_job_does_not_need_may_be_missing():
@@ -92,6 +109,45 @@ def test_parts_of_models_stages_and_optimizers_are_asked():
     optimizer.param_groups[0]["params"] = [parameter]
     with pytest.raises(UnsupportedState, match=r"DTensor\._local_tensor"):
         require([optimizer])
+
+
+@pytest.fixture
+def two_ranks():
+    """This process as rank 0 of 2; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield 2
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("kind", "owners"),
+    [
+        ("fsdp1", {"FullyShardedDataParallel", "flat_param", "FlatParameter"}),
+        ("fsdp1_original", {"FullyShardedDataParallel", "flat_param", "FlatParameter"}),
+        ("fsdp2", {"FSDPModule", "FSDPState", "FSDPParam", "DTensor", "placement_types"}),
+        ("zero1", {"ZeroRedundancyOptimizer"}),
+    ],
+)
+def test_objects_of_torch_are_asked_for_their_names_and_have_them(two_ranks, kind, owners):
+    model, optimizer = getattr(sharded, kind)(two_ranks)
+    asked = {name.owner for name, _ in needed([model, optimizer])}
+    assert asked == owners | {"Module", "Tensor"}
+    require([model, optimizer])
+    assert notices([model], [optimizer], None) == []
+
+
+def test_wrappers_scalers_and_schedules_of_torch_are_asked_too():
+    inner = checkpoint_wrapper(nn.Linear(1, 1))
+    model = torch.compile(inner, backend="eager")
+    values = [model, torch.amp.GradScaler("cpu")]
+    assert {name.owner for name, _ in needed(values)} == {
+        *("Module", "Tensor", "OptimizedModule", "CheckpointWrapper", "GradScaler"),
+    }
+    require(values)
+    schedule = Schedule1F1B(ScriptedStage(0, 1, [], Clock(), print), 1)
+    assert {name.owner for name, _ in needed([schedule])} >= {"PipelineScheduleSingle"}
+    require([schedule])
+    assert torch_internals.stages_of(schedule) and torch_internals.microbatches_of(schedule) == 1
 
 
 def test_attach_asks_before_it_names_anything(monkeypatch):
