@@ -18,14 +18,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reft.client.schedule import hooks
 from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
 from reft.client.schedule.optimizer_hooks import OptimizerHooks
-from reft.client.schedule.snapshot_window import PlacementReviewer, SnapshotWindow
+from reft.client.schedule.snapshot_window import PlacementReviewer, Sealed, SnapshotWindow
 from reft.client.snapshot.snapshotter import Snapshotter
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import OverheadEstimate
@@ -34,24 +33,6 @@ from reft.errors import ForkedSession
 from reft.wire import timeline_socket
 
 log = logging.getLogger("reft")
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """The result of `Session.seal`. True in a condition if the newest marked step is whole.
-
-    Attributes:
-        whole: every rank has sealed the newest marked step.
-        protected: the step also survives the loss of `tolerate` failure domains.
-        step: the newest step known to be whole; -1 if none.
-    """
-
-    whole: bool
-    protected: bool
-    step: int
-
-    def __bool__(self) -> bool:
-        return self.whole
 
 
 class Session:
@@ -84,7 +65,7 @@ class Session:
         self._timeline_server: timeline_socket.TimelineServer | None = None
         if snapshots is not None and profiler is not None:
             self._unfollow = hooks.follow(schedule, profiler, self._window.modules())
-            self._timeline_server = _timeline_server(self._window, snapshots.facts.rank)
+            self._timeline_server = _timeline_server(self._window)
             atexit.register(_finish_at_exit, weakref.ref(self))
 
     @property
@@ -161,11 +142,7 @@ class Session:
             timeout: seconds; None means REFT_SEAL_DEADLINE_S.
         """
         self._check_process()
-        is_whole = self._window.seal(self._seal_deadline_s if timeout is None else timeout)
-        snapshots = self._window.snapshots
-        if snapshots is None:
-            return Sealed(False, False, -1)
-        return Sealed(is_whole, is_whole and snapshots.is_protected, snapshots.round.whole_step)
+        return self._window.seal(self._seal_deadline_s if timeout is None else timeout)
 
     def stats(self) -> dict[str, float]:
         """Returns counters since attach, all plain numbers.
@@ -252,7 +229,7 @@ class Session:
         raise TypeError("a Session can't be copied or sent to another process")
 
 
-def _timeline_server(window: SnapshotWindow, rank: int) -> timeline_socket.TimelineServer | None:
+def _timeline_server(window: SnapshotWindow) -> timeline_socket.TimelineServer | None:
     """Returns the server that answers `reft-cli timeline`.
 
     None if there is no socket for it; `Session.timeline` works without the server.
@@ -260,7 +237,7 @@ def _timeline_server(window: SnapshotWindow, rank: int) -> timeline_socket.Timel
     try:
         return timeline_socket.TimelineServer(window.trace)
     except OSError as error:
-        log.warning("reft-cli timeline will not find rank %d: %s", rank, error)
+        log.warning("reft-cli timeline will not find rank %d: %s", window.rank, error)
         return None
 
 

@@ -47,7 +47,7 @@ class OptimizerHooks:
             self._removables += required_extractor(optimizer).hook(optimizer, partial(self._before, index), after)
         self._foreign: ForeignOptimizerGuard | None = None
         if window.snapshots is not None:
-            self._foreign = ForeignOptimizerGuard(optimizers, self._holds, self._before_foreign)
+            self._foreign = ForeignOptimizerGuard(optimizers, window.holds, self._before_foreign)
 
     def mark(self) -> None:
         """Marks the end of an iteration."""
@@ -67,7 +67,7 @@ class OptimizerHooks:
         window = self._window
         if os.getpid() != self._pid:
             return
-        if self._is_capturing():
+        if self._window.is_capturing():
             self._on_captured_step()
             return
         if window.stepping is Stepping.UNSEEN:
@@ -77,20 +77,14 @@ class OptimizerHooks:
         window.written_step = window.step
         window.close()
 
-    def _holds(self, parameter: int) -> bool:
-        return self._window.snapshots is not None and self._window.snapshots.host.holds(parameter)
-
     def _before_foreign(self, trouble: str) -> None:
-        if os.getpid() != self._pid or self._is_capturing():
+        if os.getpid() != self._pid or self._window.is_capturing():
             return
         # With marks, the next mark reports the same trouble.
         if trouble and not self._window.is_marked:
             log.warning("no step is counted: %s", trouble)
         self._window.written_step = self._window.step
         self._window.close()
-
-    def _is_capturing(self) -> bool:
-        return self._window.snapshots is not None and self._window.snapshots.engine.is_capturing()
 
     def _on_captured_step(self) -> None:
         """Notes that this call of the optimizer is captured in a CUDA graph.
@@ -99,17 +93,16 @@ class OptimizerHooks:
         in progress is given up: the version counters (`TensorIndex.versions`) count the call as a
         write, although it writes nothing yet.
         """
-        assert self._window.snapshots is not None
         if self._window.stepping is not Stepping.REPLAYED:
             log.warning(
                 "rank %d: the optimizer's step is captured in a CUDA graph, and replays of the graph call no hook. Mark each "
                 "step with session.step_end(); the device waits there until the state is copied.",
-                self._window.snapshots.facts.rank,
+                self._window.rank,
             )
         self._window.stepping = Stepping.REPLAYED
 
     def _after_last(self, optimizer: object, *_: object) -> None:
-        if os.getpid() != self._pid or self._is_capturing() or _was_skipped(optimizer):
+        if os.getpid() != self._pid or self._window.is_capturing() or _was_skipped(optimizer):
             return
         window, counting = self._window, self._window.counting
         if isinstance(counting, ResumedCounting) and counting.count() == CALLS_WITHOUT_MARK:

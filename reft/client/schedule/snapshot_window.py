@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -42,6 +43,24 @@ from reft.errors import RestoreError
 log = logging.getLogger("reft")
 CLOSE_WAIT_S = 2.0
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The result of `Session.seal`. True in a condition if the newest marked step is whole.
+
+    Attributes:
+        whole: every rank has sealed the newest marked step.
+        protected: the step also survives the loss of `tolerate` failure domains.
+        step: the newest step known to be whole; -1 if none.
+    """
+
+    whole: bool
+    protected: bool
+    step: int
+
+    def __bool__(self) -> bool:
+        return self.whole
 
 
 class PlacementReviewer(Protocol):
@@ -121,9 +140,9 @@ class SnapshotWindow:
         if self.cadence is None or self.snapshots is None:
             return
         answer = self.cadence.at_mark(self.step, self.snapshots.cadence_facts(self.step))
-        self.snapshots.reporter.requested_every = answer.requested_every
+        self.snapshots.request(answer.requested_every)
         if answer.notice:
-            log.warning("rank %d: %s", self.snapshots.facts.rank, answer.notice)
+            log.warning("rank %d: %s", self.rank, answer.notice)
         if answer.takes:
             self._take(pacing_plan)
         elif answer.left_out:
@@ -194,27 +213,41 @@ class SnapshotWindow:
         """Ignores all calls of the optimizer, because the restored step was marked."""
         self.counting = ResumedCounting()
 
-    # What the session asks
+    # What the session and the hooks ask
+
+    @property
+    def rank(self) -> int:
+        """This rank; -1 if reft is switched off."""
+        return self.snapshots.facts.rank if self.snapshots else -1
 
     @property
     def every(self) -> int:
         """The current snapshot interval: every n-th step is snapshotted."""
         return self.cadence.every(self.step) if self.cadence else 1
 
-    def seal(self, deadline_s: float) -> bool:
-        """Waits until the current step is whole.
+    def seal(self, deadline_s: float) -> Sealed:
+        """Waits until the current step is whole; see `Session.seal`.
 
-        Takes its snapshot first if the step was not due.
+        Args:
+            deadline_s: the longest wait.
         """
         if self.snapshots is None:
-            return False
+            return Sealed(False, False, -1)
         if self._taken_step != self.step and self.step > 0 and self.written_step != self.step:
             self._take()
-        self.snapshots.engine.hurry()
-        if self.snapshots.round.whole_step >= self.step:
-            return True
-        can_be_whole = self._taken_step == self.step and not self.snapshots.round.is_discarded(self.step)
-        return can_be_whole and self.snapshots.wait(self.step, deadline_s)
+        self.snapshots.hurry()
+        is_whole = self.snapshots.whole_step >= self.step
+        if not is_whole and self._taken_step == self.step:
+            is_whole = self.snapshots.wait(self.step, deadline_s)
+        return Sealed(is_whole, is_whole and self.snapshots.is_protected, self.snapshots.whole_step)
+
+    def holds(self, parameter: int) -> bool:
+        """Returns whether snapshots hold the parameter with this id."""
+        return self.snapshots is not None and self.snapshots.host.holds(parameter)
+
+    def is_capturing(self) -> bool:
+        """Returns whether training is being captured into a CUDA graph."""
+        return self.snapshots is not None and self.snapshots.engine.is_capturing()
 
     def modules(self) -> Iterable[nn.Module]:
         """Returns the tracked modules."""
@@ -241,7 +274,7 @@ class SnapshotWindow:
         return {
             "step": self.step,
             "sealed_step": history.sealed_step,
-            "whole_step": snapshots.round.whole_step if snapshots else -1,
+            "whole_step": snapshots.whole_step if snapshots else -1,
             "snapshots": history.sealed,
             "skipped": history.skipped,
             "bytes": snapshots.planner.bytes_per_snapshot() if snapshots else 0,
@@ -270,12 +303,12 @@ class SnapshotWindow:
         if self.snapshots is None:
             return
         if self.snapshots.is_open:
-            self.snapshots.engine.hurry()
+            self.snapshots.hurry()
             # Wait before the fence: the newest snapshot may still wait for a slot.
             self.snapshots.wait(self._taken_step, CLOSE_WAIT_S)
         self.close()
         estimate = self.overhead()
-        if estimate is not None and self.snapshots.facts.rank == 0:
+        if estimate is not None and self.rank == 0:
             say(str(estimate))
         if self.reviews is not None:
             self.reviews.close()

@@ -144,6 +144,19 @@ class Snapshotter:
         self.engine.fence()
         handover.guard.close()
 
+    def hurry(self) -> None:
+        """Copies the rest of the open snapshot at once: a caller waits."""
+        self.engine.hurry()
+
+    def request(self, every: int) -> None:
+        """Requests this snapshot interval from the round; 0 requests none."""
+        self.reporter.requested_every = every
+
+    @property
+    def whole_step(self) -> int:
+        """The newest step that is known to be whole; -1 if there is none."""
+        return self.round.whole_step
+
     @property
     def is_open(self) -> bool:
         """Whether a snapshot may read the live state."""
@@ -166,9 +179,11 @@ class Snapshotter:
     def wait(self, step: int, deadline_s: float) -> bool:
         """Waits until `step` is decided; returns True if it is whole. Not for use inside a step.
 
-        Also returns memfds to a daemon that was restarted meanwhile: perhaps no further mark comes
-            that would.
+        A step whose number counted calls of the optimizer never is. Also returns memfds to a daemon
+        that was restarted meanwhile: perhaps no further mark comes that would.
         """
+        if self.round.is_discarded(step):
+            return False
         end = time.monotonic() + deadline_s
         is_whole = self.reporter.wait(step, deadline_s)
         while self.reporter.slots_missing and time.monotonic() < end:

@@ -21,34 +21,12 @@ from tests.support.daemons import until
 DESIGN = Path(__file__).resolve().parents[3] / "reft/client/snapshot/DESIGN.md"
 DRAWN = re.compile(r"^    \d+ +(\w+)\.\w+ ─► (\w+)\.(\w+)", re.MULTILINE)
 HOPS_MAX, BACK_MAX = 20, 2
-# Calls that ask or convert, and change nothing. `fence` and `close` end the window before, which is
-# not open here.
-QUESTIONS = {
-    *(
-        "is_marked",
-        "modules",
-        "cadence_facts",
-        "interval",
-        "outcome_delays",
-        "is_stale",
-        "mismatched",
-        "whole",
-        "voids",
-    ),
-    *(
-        "is_capturing",
-        "times",
-        "stamp",
-        "__len__",
-        "chunk_bytes",
-        "choose",
-        "at",
-        "__init__",
-        "to_plain",
-        "fence",
-        "close",
-    ),
-}
+# Calls that ask or convert, and change nothing of the snapshot. `fence` and `close` end the window
+# before, which is not open here; `request` is about the interval.
+QUESTIONS = set(
+    "is_marked modules cadence_facts interval outcome_delays is_stale mismatched whole voids is_capturing times stamp "
+    "__len__ chunk_bytes choose at __init__ to_plain fence close request".split()
+)
 
 
 class Hop(NamedTuple):
