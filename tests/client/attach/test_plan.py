@@ -75,6 +75,11 @@ def test_a_lost_slot_is_decoded_with_its_capsule_and_protected_again():
     assert plan.restored_from(introduction("ac").nodes) == "peers" and plan.must_protect_again
 
 
+def test_a_base_that_lost_a_slot_is_protected_again_on_the_same_nodes():
+    plan = planned(survey_of(FIRST, {"a": [8], "b": []}, a=[(1, 8)]))
+    assert plan.must_protect_again and plan.restored_from(introduction().nodes) == "peers"
+
+
 def test_a_slot_on_another_node_comes_from_peers():
     plan = planned(survey_of(FIRST, {"a": [8], "b": [8]}), nodes="ba")
     assert not plan.recovery.capsules and not plan.is_reshaped

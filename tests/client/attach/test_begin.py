@@ -1,0 +1,46 @@
+"""The announcement of an attach, with data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from reft.client.attach.begin import announcement
+from reft.client.attach.plan import AttachPlan, make_plan, recover
+from reft.client.restore.run import RestoreResult
+from tests.support.attaches import begun, context, description, introduction, survey_of
+
+RESTORED = RestoreResult(tree={"marked": True}, lines=("each old rank had its own model.0.b.",))
+
+
+def restoring(nodes: str) -> AttachPlan:
+    """Returns the plan of an attach on these nodes, after step 8 was whole on nodes a and b."""
+    survey = survey_of(begun(), {"a": [8], "b": [8]})
+    recovery = recover("job", survey, (), may_start_fresh=False)
+    return make_plan(description(introduction(nodes)), survey, recovery, [], b"i" * 16)
+
+
+def announced(nodes: str, plan: AttachPlan, result: RestoreResult) -> list[str]:
+    introduced = introduction(nodes)
+    tracked = SimpleNamespace(modules={}, optimizers=(), parameters=tuple)
+    introduced = replace(introduced, state=replace(introduced.state, tracked=tracked))
+    return announcement(context(), introduced, plan, result, plan.restored_from(introduced.nodes))
+
+
+def test_a_fresh_start_is_announced():
+    lines = announced("ab", begun(), RestoreResult())
+    assert lines[0] == "job job: nothing held, starting fresh; 2 ranks on 2 nodes."
+
+
+@pytest.mark.parametrize(("nodes", "source"), [("ab", "memory"), ("ba", "peers")])
+def test_a_restore_is_announced_with_its_source(nodes, source):
+    lines = announced(nodes, restoring(nodes), RESTORED)
+    assert lines[0] == f"job job: restored step 8 (epoch 1) from {source}, 2 ranks on 2 nodes."
+    assert not any("resharded" in line for line in lines)
+
+
+def test_a_reshard_is_announced_with_both_numbers_of_ranks():
+    lines = announced("a", restoring("a"), RESTORED)
+    assert lines[1:3] == ["the state of 2 ranks was resharded for 1 rank.", *RESTORED.lines]
