@@ -1,7 +1,7 @@
 """The jobs of this daemon, and the daemon's work on them without a request.
 
-Without a request it takes over old jobs, expires ended ones, and drops ended ones when memory is
-short.
+Without a request it takes over old jobs, expires ended ones, drops ended ones when memory is short,
+and tells changes of jobs (see `reft_daemon.jobs.changes`).
 """
 
 from __future__ import annotations

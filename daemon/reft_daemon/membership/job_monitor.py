@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from reft.core.membership.failure_detector import (
-    LATE_S,
     AgentPhase,
     FailureDetector,
     NodeFacts,
@@ -37,10 +36,10 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.jobs.changes import ChangeKind, ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.membership.agent_process import AgentProcess
+from reft_daemon.membership.own_facts import LoopLateness, died_trainers, has_completed, trainers_of
 from reft_daemon.membership.rank_progress import RankProgress, awaited_stall, stall_to_kill
 
 log = logging.getLogger("reft.daemon")
-LATE_SHOWN_S = 3.0
 TICK_S = 0.1
 # seconds that another node must have been in a newer round before this node counts as left behind:
 # a slow rendezvous is no loss
@@ -105,22 +104,21 @@ class JobMonitor:
         self._changes = changes
         self._agent: AgentProcess | None = None
         self.announced = SignalNews()
-        self._last_look_s = time.monotonic()
-        self._last_delay = (0.0, 0.0)  # this daemon's last long delay: seconds, and when it was noticed
+        self._lateness = LoopLateness(time.monotonic(), TICK_S)
         self._left_behind: tuple[float, str] | None = None
         self._progress = RankProgress()
         self._active_s = time.monotonic()
         # trainers whose death says nothing about this view
         self._ignored_trainers: frozenset[Process] = frozenset()
         self.given_up = GivenUpNodes(view.launch, view.round)
-        self._set_view(view, trainers_of(job, False))
+        self._set_view(view, trainers_of(job.leases if job else {}, False))
 
     def start_view(self, view: MembershipView, job: JobRecord | None) -> None:
         """Starts a new membership view. Everything is forgotten, except which nodes were lost."""
         self.given_up = self.given_up.next(view.launch, view.round, view.nodes, self.detector.lost())
         # An agent announces a round before its workers attach. So the trainers that are here now
         # were ended for that round.
-        self._set_view(view, trainers_of(job, bool(view.launch)))
+        self._set_view(view, trainers_of(job.leases if job else {}, bool(view.launch)))
 
     def _set_view(self, view: MembershipView, ignored_trainers: frozenset[Process]) -> None:
         now_s = time.monotonic()
@@ -193,13 +191,9 @@ class JobMonitor:
     def look(self, now_s: float, job: JobRecord | None) -> bool:
         """Judges all nodes anew, and publishes changes; True if a signal became final.
 
-        Called every TICK_S, and at news. Each call finds out whether this daemon itself was late.
-        After this daemon was stopped, its first call may come from a waiting message, such as its
-        own agent's beat. Without this check all nodes would look silent.
+        Called every TICK_S, and at news.
         """
-        late_s, self._last_look_s = now_s - self._last_look_s - TICK_S, now_s
-        if late_s > LATE_S:
-            self._last_delay = (late_s, now_s)
+        late_s = self._lateness.note_look(now_s)
         facts = self._facts(now_s, job)
         changes = self.detector.look(now_s, late_s, self_report(self._own, facts), facts.stall is not None)
         return self.publish(changes)
@@ -227,27 +221,21 @@ class JobMonitor:
         return self_report(self._own, self._facts(time.monotonic(), job))
 
     def _facts(self, now_s: float, job: JobRecord | None) -> NodeFacts:
-        agent = self._agent
-        leases = {} if job is None else {rank: job.leases[rank] for rank in job.ranks if rank in job.leases}
-        late_s, late_at_s = self._last_delay
-        stall = self._progress.stall(job.leases, now_s) if job is not None else None
+        agent, leases, ranks = self._agent, job.leases if job else {}, job.ranks if job else []
+        stall = self._progress.stall(leases, now_s)
         awaited = awaited_stall(stall, self._others()) if stall else None
         is_left_behind = self._left_behind is not None and now_s - self._left_behind[0] > LEFT_BEHIND_S
         return NodeFacts(
-            died=tuple(
-                (rank, each.process.pid) for rank, each in leases.items()
-                if each.watch is None and not each.closed and each.process not in self._ignored_trainers
-            ),
+            died=died_trainers(leases, ranks, self._ignored_trainers),
             agent=agent.phase if agent else None,
             agent_pid=agent.pid if agent else 0,
-            # With an agent, only the agent's FINISHED counts as the end: an exception closes a
-            # session, too.
-            closed=agent is None and bool(leases) and len(leases) == len(job.ranks) and all(e.closed for e in leases.values()),  # type: ignore[union-attr]
+            closed=has_completed(leases, ranks, agent is not None),
             snaps=job is not None and job.round is not None and job.round.is_open,
-            stall=stall, laggard=awaited.rank if awaited else None,
-            late_s=late_s if now_s - late_at_s < LATE_SHOWN_S else 0.0,
+            stall=stall,
+            laggard=awaited.rank if awaited else None,
+            late_s=self._lateness.shown_s(now_s),
             left_behind=self._left_behind[1] if self._left_behind and is_left_behind else "",
-        )  # fmt: skip
+        )
 
     def _others(self) -> list[WatchedNode]:
         return [each for node, each in self.detector.members.items() if node != self._own]
@@ -269,9 +257,3 @@ class JobMonitor:
     def close(self) -> None:
         self._forget_agent()
         self.announced.announce()
-
-
-def trainers_of(job: JobRecord | None, with_living: bool) -> frozenset[Process]:
-    """Returns the trainers of a job here: those that have ended, or all of them."""
-    leases = job.leases.values() if job is not None else ()
-    return frozenset(each.process for each in leases if with_living or each.watch is None)
