@@ -113,17 +113,19 @@ def needed(values: Iterable[Any]) -> Iterator[tuple[PrivateName, object]]:
             yield from ((name, value) for name in SCALER)
 
 
-def require(values: Iterable[Any], torch_version: str = str(torch.__version__)) -> None:
+def require(values: Iterable[Any], state: Iterable[Any] = (), torch_version: str = str(torch.__version__)) -> None:
     """Checks that torch has every private name that these objects need.
 
     Args:
-        values: see `needed`.
+        values: models, optimizers and the schedule.
+        state: objects of any kind; only modules and scalers among them are looked at.
         torch_version: for the message.
 
     Raises:
         UnsupportedState: a name is missing.
     """
-    for name, holder in needed(values):
+    held = [each for each in state if isinstance(each, (nn.Module, torch.amp.GradScaler))]
+    for name, holder in needed([*values, *held]):
         if not has_name(holder, name.name):
             raise UnsupportedState(*refusal(name, torch_version))
 
@@ -141,17 +143,19 @@ def notices(
     """
     parts = [part for model in models for part in _with_parts(model)]
     ddp = [part for part in parts if "DistributedDataParallel" in _kinds(part)]
-    absent = [name for name in (MICROBATCHES, LOSS) if is_schedule(schedule) and not has_name(schedule, name.name)]
-    absent += [QUEUE] if ddp and schedule is not None and backward_queue() is None else []
-    absent += [HOOK_STATES] if not all(has_name(part, HOOK_STATES.name) for part in ddp) else []
-    absent += (
-        [LR_MARK] if any(isinstance(each, torch.optim.Optimizer) for each in optimizers) and not has_lr_mark() else []
-    )
+    steps = any(isinstance(each, torch.optim.Optimizer) for each in optimizers)
+    is_absent = {
+        MICROBATCHES: is_schedule(schedule) and not has_name(schedule, MICROBATCHES.name),
+        LOSS: is_schedule(schedule) and not has_name(schedule, LOSS.name),
+        QUEUE: bool(ddp) and schedule is not None and backward_queue() is None,
+        HOOK_STATES: not all(has_name(part, HOOK_STATES.name) for part in ddp),
+        LR_MARK: steps and not has_lr_mark(),
+    }
     tried = versions((*REQUIRED, *OPTIONAL))
-    lines = [f"this torch has no {name}: {name.use}." for name in absent]
+    lines = []
     if short_version(torch_version) not in tried:
-        lines.insert(0, f"torch {torch_version} was not tried with this reft; tried: torch {', '.join(tried)}.")
-    return lines
+        lines.append(f"torch {torch_version} was not tried with this reft; tried: torch {', '.join(tried)}.")
+    return [*lines, *(f"this torch has no {name}: {name.use}." for name in OPTIONAL if is_absent[name])]
 
 
 # Modules

@@ -28,6 +28,13 @@ def make(owner: str, *names: str, **values: object) -> object:
     return type(owner, (), {**dict.fromkeys(names), **values})()
 
 
+class Untouchable:
+    """An object of a user that no code may look into."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
 def named(names, without: str = "") -> list[str]:
     return [each.name for each in names if each.name != without]
 
@@ -74,7 +81,7 @@ def test_each_missing_name_is_refused_by_name(name):
     stand_in = STAND_INS.get(name.owner, lambda without="": make(name.owner, *named(of(name.owner), without)))
     require([stand_in()])
     with pytest.raises(UnsupportedState, match=rf"torch 2.99.0 has no {name}, which reft needs for {name.use}"):
-        require([stand_in(name.name)], "2.99.0")
+        require([stand_in(name.name)], torch_version="2.99.0")
 
 
 def test_a_torch_without_strided_shards_is_refused_only_for_dtensors(monkeypatch):
@@ -93,6 +100,7 @@ def test_a_torch_without_fsdp1s_shard_is_refused_only_for_fsdp1(monkeypatch):
 
 def test_names_that_the_job_does_not_need_may_be_missing():
     require([object(), None, {}, make("GradScaler", is_enabled=lambda self: False)])
+    require([], [make("DTensor"), Untouchable()])
     require([make("FullyShardedDataParallel", *named(of("FullyShardedDataParallel")))])  # NO_SHARD: no handle
 
 
@@ -104,6 +112,8 @@ def test_parts_of_models_stages_and_optimizers_are_asked():
     for value in (inner, SimpleNamespace(submod=inner)):
         with pytest.raises(UnsupportedState, match=r"OptimizedModule\._orig_mod"):
             require([value])
+    with pytest.raises(UnsupportedState, match=r"OptimizedModule\._orig_mod"):
+        require([], [inner])
     parameter = make("DTensor")
     optimizer = torch.optim.SGD([torch.zeros(1)])
     optimizer.param_groups[0]["params"] = [parameter]

@@ -75,7 +75,7 @@ class AttachArguments:
             )
         if self.tolerate is not None and self.tolerate < 0:
             raise ConfigError(f"tolerate is {self.tolerate}; it is a number of nodes, 0 or more.")
-        torch_internals.require([*models, *self.optimizers, *self.state.values(), self.schedule])
+        torch_internals.require([*models, *self.optimizers, self.schedule], self.state.values())
         modules = stage_names.modules_of(models, self.schedule)
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
         scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from reft.client import torch_internals
 from reft.client.link.exchange import gather, share
 from reft.client.link.rank_group import RankGroup
 from reft.client.snapshot.replica_check import value_digests
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects, stage_prefix
+from reft.client.torch_internals import compiled_module, stages_of
 from reft.core.layout.stage_naming import StageNames, name_stages, tie_candidates
 from reft.errors import ConfigError
 
@@ -176,7 +176,7 @@ def _stages_of(schedule: Any) -> list[Any]:
 
     Only private attributes of the schedule have them.
     """
-    return [stage for stage in torch_internals.stages_of(schedule) if is_stage(stage)]
+    return [stage for stage in stages_of(schedule) if is_stage(stage)]
 
 
 def _described(schedule: Any, models: int) -> list[int]:
@@ -209,5 +209,5 @@ def _described(schedule: Any, models: int) -> list[int]:
 def _unwrapped(module: Any) -> Any:
     """Returns the module without the wrappers of DDP and torch.compile."""
     while type(module).__name__ in ("DistributedDataParallel", "OptimizedModule"):
-        module = module.module if hasattr(module, "module") else torch_internals.compiled_module(module)
+        module = module.module if hasattr(module, "module") else compiled_module(module)
     return module

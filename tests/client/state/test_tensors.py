@@ -1,0 +1,97 @@
+"""The index notices each way in which a tensor can go elsewhere, and takes made tensors back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reft.client.state.tensors import TensorIndex, TensorMemory, TensorPlaces
+
+A, B = torch.zeros(2), torch.ones(3)
+
+
+def all_of(container) -> TensorPlaces:
+    places = TensorPlaces()
+    places.track_entries(container)
+    return places
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries: entries.update(b=A),
+        lambda entries: entries.pop("b"),
+        lambda entries: entries.update(c=A),
+        lambda entries: entries.clear(),
+    ],
+)
+def test_a_changed_entry_of_a_container_is_noticed(change):
+    entries = {"a": A, "b": B}
+    places = all_of(entries)
+    assert places.is_current()
+    change(entries)
+    assert not places.is_current()
+
+
+def test_an_entry_of_an_empty_container_is_noticed():
+    entries: dict[str, torch.Tensor] = {}
+    places = all_of(entries)
+    assert places.is_current()
+    entries["a"] = A
+    assert not places.is_current()
+
+
+def test_entries_that_two_containers_exchange_are_noticed():
+    first, second = {"a": A}, {"b": B}
+    places = TensorPlaces()
+    for container in (first, second):
+        places.track_entries(container)
+    first.update(c=second.pop("b"))  # all entries, one after the other, are the same: A, B
+    assert places.is_current(), "the entries are the very same objects in the same order"
+    second["b"] = A
+    assert not places.is_current()
+
+
+def test_a_single_entry_and_a_size_are_noticed():
+    entries = {"a": A, "b": B}
+    places = TensorPlaces()
+    places.track_entry(entries, "a", A)
+    places.track_size(entries)
+    entries["b"] = A
+    assert places.is_current(), "only the entry a and the number of entries are tracked"
+    entries["a"] = B
+    assert not places.is_current()
+    entries["a"] = A
+    entries["c"] = A
+    assert not places.is_current()
+
+
+def test_moved_and_resized_memory_is_noticed():
+    fixed, staged = torch.zeros(4), torch.zeros(2, 2)
+    memory = TensorMemory()
+    memory.track(fixed, fixed, staged=False)
+    memory.track(staged, staged, staged=True)
+    assert memory.is_current()
+    staged.resize_(4)  # as many elements at the same address
+    assert not memory.is_current()
+    staged.resize_(2, 2)
+    assert memory.is_current()
+    fixed.resize_(3)
+    assert not memory.is_current()
+    fixed.resize_(4)
+    fixed.data = torch.zeros(4)
+    assert not memory.is_current()
+
+
+def test_tensors_made_since_then_are_removed_and_replaced_ones_put_back():
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    entries = {"a": A}
+    before, after = TensorIndex(), TensorIndex()
+    before.track_entries(state)
+    before.add("a", entries, "a", A)
+    entries["a"], state["p"] = B, {"m": torch.zeros(1)}
+    after.track_entries(state)
+    after.add("a", entries, "a", B)
+    after.add("m", state["p"], "m", state["p"]["m"])
+    after.rollback_to(before)
+    assert entries["a"] is A and state == {}
