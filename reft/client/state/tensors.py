@@ -165,8 +165,8 @@ class TensorPlaces:
         )
 
 
-class TensorMemory:
-    """The memory of tensors: where the memory lay, and how large each tensor was."""
+class TensorLocations:
+    """The addresses and sizes of tensors, as they were found."""
 
     def __init__(self) -> None:
         self._located: list[torch.Tensor] = []
@@ -226,7 +226,7 @@ class TensorIndex:
         rename: maps an extractor's name to the name in the whole job.
         names: name and place of each parameter.
         places: the containers in which the tensors were found.
-        memory: addresses and sizes of the tensors.
+        locations: addresses and sizes of the tensors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class TensorIndex:
     rename: Callable[[str], str] = str
     names: ParameterNames = field(default_factory=ParameterNames)
     places: TensorPlaces = field(default_factory=TensorPlaces)
-    memory: TensorMemory = field(default_factory=TensorMemory)
+    locations: TensorLocations = field(default_factory=TensorLocations)
     _versioned: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
@@ -268,7 +268,7 @@ class TensorIndex:
         region = box if region is None else region
         check_supported(name, local)
         self.track_entry(place, key, tensor)
-        self.memory.track(tensor, local, staged)
+        self.locations.track(tensor, local, staged)
         identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
         if local.numel() and identity in self._seen:
             return
@@ -296,7 +296,7 @@ class TensorIndex:
 
     def track_address(self, tensor: torch.Tensor) -> None:
         """Tracks the memory address of a plain tensor."""
-        self.memory.track_address(tensor)
+        self.locations.track_address(tensor)
 
     def track_size(self, container: Any) -> None:
         """Tracks the number of entries of a container."""
@@ -312,7 +312,7 @@ class TensorIndex:
 
     def is_current(self) -> bool:
         """Returns whether every tensor is where it was, and none was added or removed."""
-        return self.places.is_current() and self.memory.is_current()
+        return self.places.is_current() and self.locations.is_current()
 
     def versions(self) -> list[int]:
         """Returns how often each leaf was written in place, in the order of `tensors`.

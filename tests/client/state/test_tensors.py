@@ -1,11 +1,11 @@
-"""The index notices each way in which a tensor can go elsewhere, and takes made tensors back."""
+"""The index notices each way in which a tensor can move, and takes made tensors back."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from reft.client.state.tensors import TensorIndex, TensorMemory, TensorPlaces
+from reft.client.state.tensors import TensorIndex, TensorLocations, TensorPlaces
 
 A, B = torch.zeros(2), torch.ones(3)
 
@@ -68,19 +68,19 @@ def test_a_single_entry_and_a_size_are_noticed():
 
 def test_moved_and_resized_memory_is_noticed():
     fixed, staged = torch.zeros(4), torch.zeros(2, 2)
-    memory = TensorMemory()
-    memory.track(fixed, fixed, staged=False)
-    memory.track(staged, staged, staged=True)
-    assert memory.is_current()
+    locations = TensorLocations()
+    locations.track(fixed, fixed, staged=False)
+    locations.track(staged, staged, staged=True)
+    assert locations.is_current()
     staged.resize_(4)  # as many elements at the same address
-    assert not memory.is_current()
+    assert not locations.is_current()
     staged.resize_(2, 2)
-    assert memory.is_current()
+    assert locations.is_current()
     fixed.resize_(3)
-    assert not memory.is_current()
+    assert not locations.is_current()
     fixed.resize_(4)
     fixed.data = torch.zeros(4)
-    assert not memory.is_current()
+    assert not locations.is_current()
 
 
 def test_tensors_made_since_then_are_removed_and_replaced_ones_put_back():
