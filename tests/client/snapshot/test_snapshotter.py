@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
+from reft.client.snapshot.cuda_engine import CudaCopyEngine
 from reft.client.snapshot.rank_slots import RankSlots
 from reft.client.snapshot.save_planner import SavePlanner
 from reft.client.snapshot.snapshot_thread import SnapshotFacts
@@ -25,12 +26,15 @@ from reft.core.commit.slots import Slot, SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
+from reft.core.pipeline.course import PacingPlan, Phase
+from reft.core.pipeline.pacing import Tier
 from reft.errors import NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import capsule_format
 from reft.wire.messages import places_from
 from reft.wire.slot_format import Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.streams import Inline
 
 OLD, NEW = Epoch(1, b"o" * 16), Epoch(2, b"n" * 16)
 
@@ -50,7 +54,7 @@ class FakeReporter:
         return False
 
     def wait_news(self, seen):
-        self.woken.acquire(timeout=20)
+        assert self.woken.acquire(timeout=20), "nobody woke the snapshot thread"
 
     def wait(self, step, deadline_s):
         return True
@@ -82,7 +86,7 @@ class FakeSlots:
 class Rank:
     """One rank of a job of three nodes; only this rank trains."""
 
-    def __init__(self, base: Version | None = None, state=None) -> None:
+    def __init__(self, base: Version | None = None, state=None, copy_engine=None) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -91,7 +95,7 @@ class Rank:
         layout = pack(self.leaves)
         division = divide({layout.digest: layout}, [layout.digest] * 3)
         self.placement = place(division, range(3), "aec", 1, 4096)
-        self.copy_engine, self.reporter = CpuCopyEngine([]), FakeReporter()
+        self.copy_engine, self.reporter = copy_engine or CpuCopyEngine([]), FakeReporter()
         self.slots = RankSlots(FakeSlots(3, self.placement.rank_placement(0).data_bytes).slots, None, 0)
         self.snapshots = Snapshotter(
             SnapshotFacts(0, NEW, self.placement, 0, Failpoints()), base,
@@ -145,6 +149,51 @@ def test_a_predicted_save_plan_is_used(rank):
     plan = planner.current().save_plan
     assert plan.runs is planner._predicted.runs and plan.unplanned == plan.absent == ()
     assert planner.bytes_per_snapshot() == plan.written_bytes + sum(plan.leaves[i].nbytes for i in plan.inline_leaves)
+
+
+def test_without_a_free_slot_at_the_fence_the_snapshot_is_void_at_once(rank):
+    rank.step()
+    assert [rank.take(step)[0] for step in (1, 2, 3)] == [StepAnswer.SEALED] * 3
+    answer, trouble = rank.take(4)
+    assert answer is StepAnswer.VOID and "all slots are in use" in trouble
+
+
+def test_a_slot_that_frees_up_in_the_window_is_taken(rank):
+    rank.step()
+    assert [rank.take(step)[0] for step in (1, 2, 3)] == [StepAnswer.SEALED] * 3
+    rank.snapshots.take(4, is_marked=True)
+    rank.reporter.whole = Version(NEW, 3)
+    rank.reporter.wake()
+    assert rank.reporter.answered.acquire(timeout=20), "without a fence"
+    rank.snapshots.fence()
+    assert rank.reporter.answers[4] == (StepAnswer.SEALED, "")
+
+
+def test_what_the_optimizer_writes_after_the_fence_tears_no_snapshot():
+    """On CUDA the snapshot thread may check the state long after the fence."""
+    rank, may_go = Rank(copy_engine=CudaCopyEngine(Inline())), threading.Event()
+    rank.step()
+    rank.snapshots._thread._thread.submit(lambda: may_go.wait(20) and None)
+    rank.snapshots.take(1, is_marked=True)
+    rank.snapshots.fence()
+    rank.step()
+    may_go.set()
+    assert rank.reporter.answered.acquire(timeout=20)
+    assert rank.reporter.answers[1] == (StepAnswer.SEALED, "")
+    rank.snapshots._thread.close()
+
+
+def test_a_write_in_the_window_voids_the_snapshot(rank):
+    rank.step()
+    rank.snapshots.engine.enter(0, Tier.COMPUTE)
+    plan = PacingPlan((Phase(Tier.COMPUTE, 100.0), Phase(Tier.GAP, 100.0)), 1e9, 1e9, 0.0)
+    rank.snapshots.take(1, True, plan)  # copies wait for the fence
+    with torch.no_grad():
+        rank.model[0].weight.add_(1)
+    rank.snapshots.fence()
+    assert rank.reporter.answered.acquire(timeout=20)
+    answer, trouble = rank.reporter.answers[1]
+    assert answer is StepAnswer.VOID and "model.0.0.weight was written between the mark and the next" in trouble
 
 
 def test_unplanned_leaves_are_logged_and_stored(rank, caplog):

@@ -68,7 +68,7 @@ def test_an_agreed_interval_is_announced_once():
 
 def test_after_a_restart_the_first_interval_is_in_force_again():
     asked = cadence(adapts=True)
-    asked.at_mark(6, facts(interval=SnapshotInterval(1, 5)))
+    asked.at_mark(6, facts(now_s=5.0, interval=SnapshotInterval(1, 5)))
     assert asked.every(7) == 5
     asked.restart()
     assert asked.every(7) == 1
