@@ -48,12 +48,13 @@ class FakeReporter:
         self.whole: Version | None = None
         self.answers: dict[int, tuple[StepAnswer, str]] = {}
         self.answered = threading.Semaphore(0)
-        self.news, self.woken = 0, threading.Semaphore(0)
+        self.news, self.woken, self.waits = 0, threading.Semaphore(0), threading.Event()
 
     def voids(self, version):
         return False
 
     def wait_news(self, seen):
+        self.waits.set()
         assert self.woken.acquire(timeout=20), "nobody woke the snapshot thread"
 
     def wait(self, step, deadline_s):
@@ -154,7 +155,11 @@ def test_a_predicted_save_plan_is_used(rank):
 def test_without_a_free_slot_at_the_fence_the_snapshot_is_void_at_once(rank):
     rank.step()
     assert [rank.take(step)[0] for step in (1, 2, 3)] == [StepAnswer.SEALED] * 3
-    answer, trouble = rank.take(4)
+    rank.snapshots.take(4, is_marked=True)
+    assert rank.reporter.waits.wait(20)
+    rank.snapshots.fence()
+    assert rank.reporter.answered.acquire(timeout=20)
+    answer, trouble = rank.reporter.answers[4]
     assert answer is StepAnswer.VOID and "all slots are in use" in trouble
 
 
@@ -162,6 +167,7 @@ def test_a_slot_that_frees_up_in_the_window_is_taken(rank):
     rank.step()
     assert [rank.take(step)[0] for step in (1, 2, 3)] == [StepAnswer.SEALED] * 3
     rank.snapshots.take(4, is_marked=True)
+    assert rank.reporter.waits.wait(20)
     rank.reporter.whole = Version(NEW, 3)
     rank.reporter.wake()
     assert rank.reporter.answered.acquire(timeout=20), "without a fence"
