@@ -100,7 +100,7 @@ def _hear_rank(job: JobRecord, rank: int, step_report: StepReport, digests: Dige
 
 def publish(job: JobRecord, outcome: Outcome) -> None:
     """Does what news of the round allow on this node, and puts the change."""
-    if outcome.whole >= 0:
+    if job.slots.retired and outcome.whole >= 0:
         free_retired(job, Version(job.epoch, outcome.whole))
     settle_capsules(job, outcome)
     job.degraded.note_whole(outcome.whole)
