@@ -30,11 +30,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
+from reft.client.link.exchange import gather, share
 from reft.client.link.rank_group import RankGroup
 from reft.client.snapshot.save_plan import CellRuns, WriteItem
 from reft.client.state.tensors import TensorIndex, flat_bytes, is_dense
@@ -47,6 +49,20 @@ from reft.wire import capsule_format
 from reft.wire.slot_format import Bytes
 
 WINDOW_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class CellDigests:
+    """What a rank tells of its cells at attach: one digest for each, in the order of the cells."""
+
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LeafDigests:
+    """What a rank tells of its leaves at attach: name → digest; empty if another rank speaks."""
+
+    digests: dict[str, str]
 
 
 class DigestSample(NamedTuple):
@@ -161,19 +177,19 @@ def find_mismatched(
     """
     if rank_group.world == 1:
         return []
-    values: dict[str, str] = {}
 
-    def digest_cells() -> dict[str, Any]:
-        values.update(value_digests(tensor_index, {leaf.name for leaf in shared(division, rank_group.rank)}))
-        return {"cells": cell_digests(division, rank_group.rank, values)}
+    def digest_cells() -> tuple[dict[str, str], CellDigests]:
+        values = value_digests(tensor_index, {leaf.name for leaf in shared(division, rank_group.rank)})
+        return values, CellDigests(tuple(cell_digests(division, rank_group.rank, values)))
 
-    digests_by_rank = [answer["cells"] for answer in rank_group.gather_or_raise(digest_cells)]
+    values, answers = share(rank_group, digest_cells, CellDigests)
+    digests_by_rank = [answer.digests for answer in answers]
     if all_match(division, digests_by_rank):
         return []
     kinds = [(division.layout_of[rank], tuple(digests)) for rank, digests in enumerate(digests_by_rank)]
     is_first = kinds.index(kinds[rank_group.rank]) == rank_group.rank
-    answers = rank_group.gather_or_raise(lambda: {"values": values} if is_first else {})
-    return mismatched_names(answers, names)
+    leaves = gather(rank_group, lambda: LeafDigests(values if is_first else {}), LeafDigests)
+    return mismatched_names([answer.digests for answer in leaves], names)
 
 
 def shared(division: Division, rank: int) -> list[Leaf]:
@@ -233,19 +249,19 @@ def all_match(division: Division, digests_by_rank: Sequence[Sequence[str]]) -> b
     )
 
 
-def mismatched_names(answers: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
+def mismatched_names(answers: Sequence[Mapping[str, str]], names: Iterable[str]) -> list[str]:
     """Returns the names of mismatched leaves, existing or predicted.
 
     The optimizer's state of a mismatched leaf counts as mismatched, too. So does each leaf of one
     repeated value as soon as any leaf differs: two leaves of zeros may be equal by chance.
 
     Args:
-        answers: from some ranks, with the result of `value_digests` as "values".
+        answers: the result of `value_digests` on some ranks; empty for the others.
         names: all leaves of all layouts, also those that do not exist yet.
     """
     seen: dict[str, set[str]] = {}
     for answer in answers:
-        for name, digest in answer.get("values", {}).items():
+        for name, digest in answer.items():
             seen.setdefault(name, set()).add(digest)
     differ = {piece.partition("\n")[0] for piece, digests in seen.items() if len(digests) > 1}
     if not differ:

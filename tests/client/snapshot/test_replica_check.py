@@ -34,9 +34,9 @@ def index_of(pieces: tuple[str, ...] = (), at: int = 0, **tensors: torch.Tensor)
     return index
 
 
-def digests_of(**tensors: torch.Tensor) -> dict[str, dict[str, str]]:
+def digests_of(**tensors: torch.Tensor) -> dict[str, str]:
     tensor_index = index_of(**tensors)
-    return {"values": value_digests(tensor_index, tensor_index.tensors)}
+    return value_digests(tensor_index, tensor_index.tensors)
 
 
 class Exchange:
@@ -83,7 +83,7 @@ def run_check(ranks: list[TensorIndex]) -> tuple[list[str], list[list[dict]]]:
 
 def test_equal_replicas_exchange_one_digest_a_cell():
     mismatched, rounds = run_check([index_of(w=torch.arange(6.0), b=torch.zeros(3)) for _ in range(3)])
-    assert mismatched == [] and len(rounds) == 1 and all(len(each["cells"]) == 1 for each in rounds[0])
+    assert mismatched == [] and len(rounds) == 1 and all(len(each["digests"]) == 1 for each in rounds[0])
 
 
 def test_pieces_of_one_rank_are_neither_compared_nor_sent():
@@ -105,7 +105,9 @@ def test_only_holders_of_the_same_piece_are_compared():
     ranks[3].tensors["model.0.w"] += 1
     mismatched, rounds = run_check(ranks)
     assert mismatched == ["model.0.w"] and len(rounds) == 2
-    assert [bool(each) for each in rounds[1]] == [True, True, False, True], "one rank of each kind speaks for all"
+    assert [bool(each["digests"]) for each in rounds[1]] == [True, True, False, True], (
+        "one rank of each kind speaks for all"
+    )
 
 
 def test_optimizer_state_and_constant_leaves_count_as_mismatched_too():
