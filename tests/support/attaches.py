@@ -87,11 +87,11 @@ def introduction(nodes: str = "ab", rank: int = 0, width: int = 3000, job: str =
     return Introduction(rank, own, daemon(nodes[rank]), ranks, ranks.job(), ranks.nodes())
 
 
-def description(introduced: Introduction, mismatched: Sequence[str] = ()) -> Description:
+def description(introduced: Introduction) -> Description:
     table = table_to(introduced.state.symbolic.table)
     published = [table if introduced.ranks.describes(rank) else b"" for rank in range(len(introduced.ranks.infos))]
     manifest = manifest_of(context(), introduced, published)
-    return Description(manifest, division_of(manifest, inline_bytes_max(domains_of(manifest)), ()), mismatched)
+    return Description(manifest, division_of(manifest, inline_bytes_max(domains_of(manifest)), ()))
 
 
 def begun(nodes: str = "ab", ident: bytes = b"e" * 16, mismatched: Sequence[str] = ()) -> AttachPlan:

@@ -2,7 +2,7 @@
 
 introduce   this rank's state, this node's daemon ─► RankInfo ═► all ranks ─► Introduction
 describe    one rank for each symbolic table: the table ═► all ranks ─► Description
-            digests of replicas ═► mismatched leaves
+compare     digests of replicas ═► all ranks ─► mismatched leaves
 """
 
 from __future__ import annotations
@@ -206,12 +206,10 @@ class Description:
     Attributes:
         manifest: the new manifest, before anything is known of an earlier attach.
         division: the cells, if all replicas are equal.
-        mismatched: names of the leaves whose replicas differ now.
     """
 
     manifest: pb.Manifest
     division: Division
-    mismatched: Sequence[str] = ()
 
 
 def leader_of(node: pb.Node) -> int:
@@ -282,7 +280,7 @@ def make_secrets(tries: int) -> JobSecrets:
 
 
 def describe(context: AttachContext, introduction: Introduction) -> Description:
-    """Publishes symbolic tables, and compares replicas. All ranks call it together.
+    """Publishes symbolic tables, and makes the new manifest. All ranks call it together.
 
     Raises:
         AttachError: a rank could not take part.
@@ -295,9 +293,19 @@ def describe(context: AttachContext, introduction: Introduction) -> Description:
         RankMessage,
     )
     new = manifest_of(context, introduction, [each.data for each in published])
-    division = division_of(new, inline_bytes_max(domains_of(new)), ())
-    names = layouts_of(new)[0].names
-    return Description(new, division, find_mismatched(context.rank_group, division, names, state.tensor_index))
+    return Description(new, division_of(new, inline_bytes_max(domains_of(new)), ()))
+
+
+def compare(context: AttachContext, introduction: Introduction, description: Description) -> list[str]:
+    """Returns the leaves whose replicas differ now. All ranks call it together.
+
+    This reads all replicated bytes of every rank.
+
+    Raises:
+        AttachError: a rank could not take part.
+    """
+    names = layouts_of(description.manifest)[0].names
+    return find_mismatched(context.rank_group, description.division, names, introduction.state.tensor_index)
 
 
 def manifest_of(context: AttachContext, introduction: Introduction, published: Sequence[bytes]) -> pb.Manifest:

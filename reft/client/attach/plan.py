@@ -148,18 +148,6 @@ def may_start_fresh(survey: JobSurvey, erased: Collection[Erasure]) -> bool:
     return not erased and not survey.inventory.had_whole
 
 
-def mismatched_from(description: Description, base: pb.Manifest | None) -> Sequence[str]:
-    """Returns the mismatched leaves, of which each rank keeps its own copy.
-
-    Before a restore the model has random values, so only the base's mismatched leaves count.
-
-    Args:
-        description: has the leaves that are mismatched now.
-        base: manifest of the base; None for a fresh start.
-    """
-    return description.mismatched if base is None else base.mismatched
-
-
 def make_plan(
     description: Description, survey: JobSurvey, recovery: RecoveryPlan, mismatched: Sequence[str], ident: bytes
 ) -> AttachPlan:

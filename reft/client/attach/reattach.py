@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from reft.client.attach import stage_names
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.begin import make_snapshotter
-from reft.client.attach.introduce import Description, describe, introduce
+from reft.client.attach.introduce import compare, describe, introduce
 from reft.client.attach.inventory import Erasure, take_inventory
 from reft.client.attach.plan import decide, make_plan, manifest_of_base, recover
 from reft.client.attach.restore import lease, leases_of, registration
@@ -162,7 +162,8 @@ def reattach(
     erased = given_up(survey, max(report.whole for report in ends))
     # The versions that are given up were never whole.
     recovery = recover(introduction.job.id, survey, erased, not survey.inventory.had_whole)
-    mismatched = all_mismatched(description, known_mismatched, manifest_of_base(survey, recovery))
+    now = compare(context, introduction, description)
+    mismatched = all_mismatched(now, known_mismatched, manifest_of_base(survey, recovery))
     plan = make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(0))
     decide(context, introduction, plan)
     with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
@@ -191,15 +192,15 @@ def given_up(survey: JobSurvey, whole: tuple[int, ...]) -> frozenset[Erasure]:
     )
 
 
-def all_mismatched(description: Description, known: Sequence[str], base: pb.Manifest | None) -> list[str]:
+def all_mismatched(now: Sequence[str], known: Sequence[str], base: pb.Manifest | None) -> list[str]:
     """Returns the leaves that are mismatched now, were mismatched before, or are in the base.
 
     Args:
-        description: has the leaves that are mismatched now.
+        now: names of leaves that are mismatched now.
         known: names of leaves that were mismatched before.
         base: manifest of the base; None for a fresh start.
     """
-    return sorted({*description.mismatched, *known, *(base.mismatched if base else ())})
+    return sorted({*now, *known, *(base.mismatched if base else ())})
 
 
 def is_due(steps: int) -> bool:

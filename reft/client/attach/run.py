@@ -2,11 +2,12 @@
 
     name        agree on the names of the leaves of pipeline stages
     introduce   find or start this node's daemon; every rank learns the facts of all ranks
-    describe    for each symbolic table one rank publishes the table; find mismatched leaves
+    describe    for each symbolic table one rank publishes the table
     inventory   one rank a node: end orphans, read the headers of all held slots and capsules;
                 one rank surveys absent nodes
     plan        the same pure functions on every rank: base version and readers, or a fresh start;
                 the new placement
+    compare     a fresh start, before the placement: all ranks find mismatched leaves
     decide      one rank a node: store the decision, before any rank loads
     open, load  every rank: register as trainer, slots ─► live tensors
                 (after a damaged slot: back to inventory, without that slot)
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from reft.client.attach import stage_names
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.begin import begin
-from reft.client.attach.introduce import Description, Introduction, RestoreMemory, describe, introduce
+from reft.client.attach.introduce import Description, Introduction, RestoreMemory, compare, describe, introduce
 from reft.client.attach.inventory import take_inventory
 from reft.client.attach.plan import (
     AttachPlan,
@@ -41,7 +42,6 @@ from reft.client.attach.plan import (
     make_plan,
     manifest_of_base,
     may_start_fresh,
-    mismatched_from,
     recover,
 )
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
@@ -71,7 +71,7 @@ def run_attach(context: AttachContext) -> AttachResult:
         attempt = AttachTry()
         while True:
             survey = take_inventory(context, introduction, attempt.erased, attempt.first_survey)
-            plan = plan_restore(introduction, description, survey, attempt, memory)
+            plan = plan_restore(context, introduction, description, survey, attempt, memory)
             decide(context, introduction, plan)
             with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
                 result = restore(context, introduction, plan, leases, memory.buffer)
@@ -86,6 +86,7 @@ def run_attach(context: AttachContext) -> AttachResult:
 
 
 def plan_restore(
+    context: AttachContext,
     introduction: Introduction,
     description: Description,
     survey: JobSurvey,
@@ -93,6 +94,9 @@ def plan_restore(
     memory: RestoreMemory,
 ) -> AttachPlan:
     """Returns the plan of a try; makes memory for the state, or frees the memory.
+
+    Replicas are compared at a fresh start only. Before a restore the model has random values, so
+    the base's mismatched leaves count.
 
     Raises:
         ReftError: see `recover`.
@@ -103,5 +107,6 @@ def plan_restore(
         memory.close()
     elif not attempt.number and not memory.buffer.nbytes:
         memory.make(introduction.state)
-    mismatched = mismatched_from(description, manifest_of_base(survey, recovery))
+    base = manifest_of_base(survey, recovery)
+    mismatched = compare(context, introduction, description) if base is None else base.mismatched
     return make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(attempt.number))

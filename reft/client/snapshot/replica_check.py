@@ -49,6 +49,7 @@ from reft.wire import capsule_format
 from reft.wire.slot_format import Bytes
 
 WINDOW_BYTES = 1 << 20
+CONSTANT_PIECE = 1 << 16  # elements that are compared at once
 
 
 @dataclass(frozen=True)
@@ -213,12 +214,17 @@ def value_digests(tensor_index: TensorIndex, names: Iterable[str]) -> dict[str, 
             continue
         dense = tensor if is_dense(tensor) else tensor.contiguous()
         data = flat_bytes(dense).to(torch.device("cpu")).numpy()
-        size = tensor.element_size()
-        is_constant = not data.nbytes or bool((data.reshape(-1, size) == data[:size]).all())
+        is_constant = _is_constant(data, tensor.element_size())
         box = tensor_index.boxes.get(name)
         where = f"\n{list(tensor.shape)} at {list(box.offset)}" if box else ""
         digests[name + where] = (CONSTANT if is_constant else "") + xxhash.xxh3_64_hexdigest(data)
     return digests
+
+
+def _is_constant(data: Bytes, size: int) -> bool:
+    """Returns whether all elements of `size` bytes are equal; most leaves differ at once."""
+    pieces = (data[begin : begin + CONSTANT_PIECE * size] for begin in range(0, data.nbytes, CONSTANT_PIECE * size))
+    return all((piece.reshape(-1, size) == data[:size]).all() for piece in pieces)
 
 
 def cell_digests(division: Division, rank: int, values: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 from reft.client.attach.introduce import (
     RestoreMemory,
     check_process_group,
+    compare,
     describe,
     leader_of,
     make_secrets,
@@ -80,8 +81,10 @@ def test_an_automatic_tolerance_stays_open_in_the_manifest():
 
 
 def test_a_rank_alone_has_no_mismatched_leaves():
-    described = describe(context(), introduction("a"))
-    assert list(described.mismatched) == [] and described.manifest == description(introduction("a")).manifest
+    introduced = introduction("a")
+    described = describe(context(), introduced)
+    assert described.manifest == description(introduced).manifest
+    assert compare(context(), introduced, described) == []
 
 
 def test_memory_is_made_for_missing_leaves_and_freed():

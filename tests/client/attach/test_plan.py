@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 import pytest
 
+from reft.client.attach import run
+from reft.client.attach.introduce import RestoreMemory
 from reft.client.attach.inventory import Erasure
 from reft.client.attach.plan import (
     AttachPlan,
@@ -14,7 +16,6 @@ from reft.client.attach.plan import (
     make_plan,
     manifest_of_base,
     may_start_fresh,
-    mismatched_from,
     recover,
 )
 from reft.core.commit.version import Epoch, Version
@@ -22,7 +23,7 @@ from reft.errors import AttachError, RestoreError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.support.attaches import begun, description, introduction, reply, sealed, survey_of
+from tests.support.attaches import begun, context, description, introduction, reply, sealed, survey_of
 
 FIRST = begun()
 EPOCH = FIRST.decision.epoch
@@ -31,10 +32,10 @@ IDENT = b"i" * 16
 
 def planned(survey: JobSurvey, erased: Collection[Erasure] = (), nodes: str = "ab", width: int = 3000) -> AttachPlan:
     """Returns the plan of an attach with one rank on each of these nodes."""
-    described = description(introduction(nodes, width=width), ["model.0.w"])
     recovery = recover("job", survey, erased, may_start_fresh(survey, erased))
-    mismatched = mismatched_from(described, manifest_of_base(survey, recovery))
-    return make_plan(described, survey, recovery, mismatched, IDENT)
+    base = manifest_of_base(survey, recovery)
+    mismatched = base.mismatched if base else ["model.0.w"]
+    return make_plan(description(introduction(nodes, width=width)), survey, recovery, mismatched, IDENT)
 
 
 def test_a_new_job_starts_fresh():
@@ -56,9 +57,18 @@ def test_the_newest_whole_version_is_the_base():
     assert plan.restored_from(introduction().nodes) == "memory" and not plan.must_protect_again
 
 
-def test_only_mismatched_leaves_of_the_base_count_in_a_restore():
-    base = begun(mismatched=["model.0.b"])
-    assert list(planned(survey_of(base, {"a": [8], "b": [8]})).manifest.mismatched) == ["model.0.b"]
+def test_replicas_are_compared_at_a_fresh_start_only(monkeypatch):
+    """It reads all replicated bytes of every rank. In a restore the base's leaves count."""
+    compared = []
+    monkeypatch.setattr(run, "compare", lambda *_: compared.append(True) or ["model.0.w"])
+    introduced, base = introduction(), begun(mismatched=["model.0.b"])
+
+    def mismatched(survey: JobSurvey) -> list[str]:
+        plan = run.plan_restore(context(), introduced, description(introduced), survey, AttachTry(), RestoreMemory())
+        return list(plan.manifest.mismatched)
+
+    assert mismatched(survey_of(base, {"a": [8], "b": [8]})) == ["model.0.b"] and not compared
+    assert mismatched(JobSurvey({node: reply(node) for node in "ab"})) == ["model.0.w"] and compared
 
 
 def test_a_description_does_not_change_with_a_plan():

@@ -126,10 +126,9 @@ def test_before_any_whole_version_a_reattach_gives_up_all_and_starts_fresh():
 
 
 def test_a_reattach_keeps_all_leaves_apart_that_ever_differed():
-    described = attaches.description(attaches.introduction(), ["now"])
     base = attaches.begun(mismatched=["base"]).manifest
-    assert all_mismatched(described, ["known"], base) == ["base", "known", "now"]
-    assert all_mismatched(described, ["now"], None) == ["now"]
+    assert all_mismatched(["now"], ["known"], base) == ["base", "known", "now"]
+    assert all_mismatched(["now"], ["now"], None) == ["now"]
 
 
 def test_the_reason_names_the_leaves_that_differ_anew():
