@@ -182,7 +182,9 @@ class Session:
 
         Returns:
             The trace, in JSON types: compute, gaps, waits, each chunk with its tier, parity, the
-            fence. `otherData` has the expected and the measured gaps of the schedule.
+            fence, and the states of each snapshot. `otherData` has the expected and the measured
+            gaps of the schedule, and where each of the newest snapshots stands: step, state, slot,
+            reason, and its last 20 events with their times.
         """
         trace = self._window.trace()
         if path is not None:
