@@ -67,7 +67,7 @@ class JobChange(NamedTuple):
 
 
 class ChangeQueue:
-    """The changes that nobody was told of yet, see the module."""
+    """The changes that are still to be told; see the module."""
 
     def __init__(self) -> None:
         self._pending: dict[str, set[ChangeKind]] = {}

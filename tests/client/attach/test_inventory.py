@@ -136,7 +136,7 @@ def test_a_rank_alone_takes_the_inventory_of_its_daemon():
     introduced = replace(attaches.introduction("a"), daemon=daemon)
     found = inventory.take_inventory(attaches.context(), introduced)
     assert dict(found.replies) == {"a": reply} and found.before is None
-    assert [method for method, _ in daemon.requests] == ["Inventory"], "nobody is absent"
+    assert [method for method, _ in daemon.requests] == ["Inventory"], "no daemon is absent"
 
 
 def test_absent_nodes_of_the_old_manifest_are_surveyed_by_a_daemon_that_knows_the_job():
