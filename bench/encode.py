@@ -13,8 +13,8 @@ A plain XOR moves 3 bytes through memory for each byte that it XORs: it reads tw
 Encoding reads k data shards once and writes one parity of n bytes, for (k-1) n XORed bytes. That is
 (k+1)/(k-1) bytes a byte while the targets stay in the cache, hence the slices. So the share may be
 above 1. Some codes need copies beside their XORs; these take time, but do not count as work. Ends
-with 1 if the numpy executor's share is below GOAL. Snapshots on the CPU use the numpy executor. The
-torch executor is for devices; its share is printed, too.
+with 1 if numpy's share is below GOAL. Snapshots on the CPU use numpy. Torch is for devices; its
+share is printed, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bench import result
 from bench.common import Goal, Others, median, summary, table
 from bench.options import count, output
 from bench.result import Row
-from reft.client.memory import xor as torch_coding
+from reft.client.memory.xor import TORCH
 from reft.client.snapshot.save_plan import ParityTiling
 from reft.core.coding import erasure
 
@@ -97,7 +97,7 @@ class Encoding:
 
     def by_torch(self) -> None:
         for job in self.tensors:
-            torch_coding.run(*job)
+            erasure.run(*job, TORCH)
 
 
 def measure(k: int, f: int, options: argparse.Namespace) -> list[dict[str, Any]]:

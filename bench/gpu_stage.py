@@ -62,6 +62,7 @@ from reft.client.snapshot.cpu_engine import CpuCopyEngine  # noqa: E402
 from reft.client.snapshot.engine import CopiedEvent, CopyOrder, RunningCopy  # noqa: E402
 from reft.client.snapshot.save_plan import SavePlan, plan_save  # noqa: E402
 from reft.client.state.tensors import TensorIndex  # noqa: E402
+from reft.core.coding.erasure import run  # noqa: E402
 from reft.core.coding.placement import place  # noqa: E402
 from reft.core.commit.version import Epoch, Version  # noqa: E402
 from reft.core.layout.cells import divide  # noqa: E402
@@ -376,8 +377,10 @@ def encode_seconds(save_plan: SavePlan, device: str, clock: Clock) -> float:
         key = id(column.program), column.nbytes
         if key not in known:
             program, counts = column.program, (len(column.inputs), len(column.outputs), column.program.scratch)
-            rows = [list(torch.zeros(count, column.nbytes, dtype=torch.uint8, device=device)) for count in counts]
-            known[key] = clock.timed(partial(xor.run, program, *rows), 5)
+            inputs, outputs, scratch = (
+                list(torch.zeros(count, column.nbytes, dtype=torch.uint8, device=device)) for count in counts
+            )
+            known[key] = clock.timed(partial(run, program, inputs, outputs, scratch, xor.TORCH), 5)
         total += known[key]
     return total
 

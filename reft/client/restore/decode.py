@@ -41,9 +41,8 @@ from reft.client.memory import xor
 from reft.client.memory.cuda import Device
 from reft.client.restore.load_plan import ALIGNMENT, StripeSlice
 from reft.client.restore.tensor_view import FlatTensorView
-from reft.core.coding.erasure import XorProgram, decode_program, run
+from reft.core.coding.erasure import CACHE_BYTES, COLUMNS_MIN, XorProgram, decode_program, run
 from reft.core.coding.placement import Lane
-from reft.core.recovery.rebuild import CACHE_BYTES, COLUMNS_MIN
 from reft.wire.slot_format import Bytes
 
 COLUMNS_MAX = 128 << 10
@@ -218,7 +217,7 @@ class _DeviceColumns(PacketColumns):
         ranges = [self.cell_range(shard, packet) for shard, packet in program.outputs]
         views = [self.flat_view.device_view(begin, end) if is_full else None for begin, end, is_full in ranges]
         outputs = [next(scratch_rows) if view is None else view for view in views]
-        xor.run(program, inputs, outputs, [next(scratch_rows) for _ in range(program.scratch)])
+        run(program, inputs, outputs, [next(scratch_rows) for _ in range(program.scratch)], xor.TORCH)
         for view, output, (begin, end, _) in zip(views, outputs, ranges, strict=True):
             if view is None:
                 self.flat_view.scatter(begin, output[: end - begin])

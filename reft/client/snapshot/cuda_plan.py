@@ -19,6 +19,7 @@ import torch
 from reft.client.memory import xor
 from reft.client.snapshot.save_plan import ParityColumn, SavePlan
 from reft.client.state.tensors import device_of, flat_bytes, is_dense
+from reft.core.coding import erasure
 from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, align
 from reft.errors import ReftError, UnsupportedState
 
@@ -87,7 +88,7 @@ def compute(transfers: CudaCopyPlan, column: ParityColumn, data: torch.Tensor) -
                 row[at : at + size].copy_(transfers.sources[leaf][begin : begin + size], non_blocking=True)
             inputs.append(row)
     outputs = [next(rows) for _ in column.outputs]
-    xor.run(program, inputs, outputs, list(rows))
+    erasure.run(program, inputs, outputs, list(rows), xor.TORCH)
     for output, offset in zip(outputs, column.outputs, strict=True):
         data[offset : offset + n].copy_(output, non_blocking=True)
 

@@ -230,7 +230,6 @@ class _Builder:
         # The leaf numbers in each cell; -1 where the leaf does not exist and the cell has zeros.
         self.members = {c: [self._find(leaf) for leaf in placement.division.cells[c].leaves] for c in self.cells}
         self.host_resident = _host_resident(leaves, tensors)
-        self.programs: dict[tuple[int, int], XorProgram] = {}
 
     def _find(self, leaf: Leaf) -> int:
         """Returns the number of a predicted leaf; -1 if no leaf exists exactly as predicted."""
@@ -354,7 +353,7 @@ class _Builder:
 
     def _columns(self, block: ShardBlock) -> Iterator[ParityColumn]:
         lane = self.lanes[block.lane]
-        program = self._program(lane, block.shard - lane.code.k)
+        program = encode_program(lane.code, block.shard - lane.code.k)
         width = self.tiling.width(program)
         count = -(-lane.packet_bytes // width)
         # Columns of equal size, so that all threads get equal work.
@@ -389,12 +388,6 @@ class _Builder:
         rows = len(program.outputs) + program.scratch + composed
         outputs = tuple(block.offset + packet * lane.packet_bytes + at for _, packet in program.outputs)
         return ParityColumn(program, nbytes, tuple(inputs), outputs, rows)
-
-    def _program(self, lane: Lane, parity: int) -> XorProgram:
-        key = (id(lane.code), parity)
-        if key not in self.programs:
-            self.programs[key] = encode_program(lane.code, parity)
-        return self.programs[key]
 
 
 def _uncovered(runs: Iterable[WriteItem], parity: Iterable[ShardBlock], data_bytes: int) -> Iterator[tuple[int, int]]:

@@ -16,15 +16,15 @@ Invariants:
     - A program never writes its inputs, and writes each other register before it reads this
       register.
 
-A program names registers, not memory. So one table serves every executor: numpy here, torch in
-`reft.client.memory.xor`. Byte i of an output depends only on byte i of the inputs. So packets may
-be coded slice by slice.
+A program names registers, not memory. `run` is the only interpreter; it is given the operations
+of numpy (here) or of torch (`reft.client.memory.xor`). Byte i of an output depends only on byte i
+of the inputs. So packets may be coded slice by slice.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -32,6 +32,10 @@ import numpy as np
 import numpy.typing as npt
 
 SHARDS_MAX = 128  # limit of k + f; tables and the search for pivots grow with the cube of k + f
+PROGRAMS_MAX = 64  # cached programs: those of the widest codes take megabytes each
+CACHE_BYTES = 512 << 10  # registers in use: half of a core's second-level cache
+COLUMNS_MIN = 8 << 10  # below this the calls cost more than the XOR
+COLUMNS_UNIT = 64  # bytes: a cache line
 PARITIES_XOR = 3  # up to this f, EVENODD and STAR need fewer operations than Cauchy
 
 # Primitive polynomials by degree w: x generates all elements of GF(2^w) except 0.
@@ -39,6 +43,7 @@ _PRIMITIVE = {1: 0b11, 2: 0b111, 3: 0b1011, 4: 0b10011, 5: 0b100101, 6: 0b100001
 
 Packet = tuple[int, int]  # shard, and packet within the shard; parity j is shard k + j
 Terms = frozenset[Packet]
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,10 @@ class ErasureCode:
     w: int
     parity: tuple[tuple[Terms, ...], ...]
     common: tuple[Terms, ...]
+
+    def __hash__(self) -> int:
+        # Cached programs are looked up for each slice; the tables have thousands of terms.
+        return hash((self.kind, self.k, self.f, self.w))
 
 
 class XorOp(NamedTuple):
@@ -102,22 +111,23 @@ class XorProgram:
 
     @functools.cached_property
     def steps(self) -> tuple[XorStep, ...]:
-        """The operations as an executor runs them.
+        """The operations as `run` takes them.
 
         A copy and the first XOR into the copied register become one pass over memory.
         """
         steps: list[XorStep] = []
-        deferred_copies: dict[int, int] = {}  # target → the input register to copy
+        deferred: dict[int, int] = {}  # target → the register to copy
+        copies_of: dict[int, list[int]] = {}  # register → targets of copies that were deferred
         for target, source, is_copy in self.ops:
-            if source in deferred_copies:
-                steps.append(XorStep(source, deferred_copies.pop(source), None))
-            if is_copy and source < len(self.inputs):  # inputs never change, so their copies can be deferred
-                deferred_copies[target] = source
-            elif is_copy:
-                steps.append(XorStep(target, source, None))
+            # A deferred copy is made before its target is read or its source changes.
+            due = [source, *(copied for copied in copies_of.pop(target, ()) if deferred.get(copied) == target)]
+            steps += [XorStep(copied, deferred.pop(copied), None) for copied in due if copied in deferred]
+            if is_copy:
+                deferred[target] = source
+                copies_of.setdefault(source, []).append(target)
             else:
-                steps.append(XorStep(target, deferred_copies.pop(target, target), source))
-        steps += [XorStep(target, source, None) for target, source in deferred_copies.items()]
+                steps.append(XorStep(target, deferred.pop(target, target), source))
+        steps += [XorStep(target, source, None) for target, source in deferred.items()]
         return tuple(steps)
 
 
@@ -209,17 +219,24 @@ class _Recorder:
     """Collects the operations of a program.
 
     An unwritten register counts as zero. To add into such a register is a copy. To add such a
-    register does nothing.
+    register does nothing. A register that is a mere copy of an input is not read: the input is.
     """
 
     def __init__(self, inputs: int) -> None:
         self.ops: list[XorOp] = []
         self._filled = set(range(inputs))
+        self._copied = {register: register for register in range(inputs)}  # register → the input that it equals
 
     def add(self, target: int, source: int) -> None:
-        if source in self._filled:
-            self.ops.append(XorOp(target, source, target not in self._filled))
-            self._filled.add(target)
+        source = self._copied.get(source, source)
+        if source not in self._filled:
+            return
+        is_copy = target not in self._filled
+        self.ops.append(XorOp(target, source, is_copy))
+        self._filled.add(target)
+        self._copied.pop(target, None)
+        if is_copy and source in self._copied:
+            self._copied[target] = source
 
     def sums(self, inputs: Sequence[Packet], sums: Iterable[tuple[int, Collection[Packet]]]) -> None:
         """Adds to each target register the terms of its sum that are inputs.
@@ -262,15 +279,7 @@ def encode_program(code: ErasureCode, parity: int) -> XorProgram:
     """
     if not 0 <= parity < code.f:
         raise ValueError(f"parity {parity} of a code with {code.f}; they are counted from 0")
-    packets, adjuster = _terms(code, parity)
-    inputs = tuple((shard, packet) for shard in range(code.k) for packet in range(code.w))
-    outputs = tuple((code.k + parity, packet) for packet in range(code.w))
-    registers = range(len(inputs), len(inputs) + len(outputs))
-    recorder = _Recorder(len(inputs))
-    recorder.sums(inputs, [*zip(registers, packets, strict=True), (registers.stop, adjuster)])
-    for register in registers:
-        recorder.add(register, registers.stop)
-    return XorProgram(inputs, outputs, 1 if adjuster else 0, tuple(recorder.ops))
+    return _program(code, (), (), (code.k + parity,))
 
 
 def decode_program(code: ErasureCode, lost: Collection[int], have: Collection[int]) -> XorProgram:
@@ -302,22 +311,55 @@ def decode_program(code: ErasureCode, lost: Collection[int], have: Collection[in
             f"{len(lost_shards)} data shards are lost and only {len(parities)} parities are available; "
             "one parity per lost shard is needed"
         )
-    return _decode(code, lost_shards, parities[: len(lost_shards)])
+    return _program(code, lost_shards, parities[: len(lost_shards)], lost_shards)
 
 
-@functools.lru_cache(maxsize=64)  # the stripes of a lane need the same few programs
-def _decode(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...]) -> XorProgram:
+def make_program(code: ErasureCode, read: Collection[int], made: Collection[int]) -> XorProgram:
+    """Returns the program that computes any shards of a stripe from k other shards.
+
+    Parity j is shard k + j. The program may need lost data that is not wanted; it keeps this data
+    in scratch registers.
+
+    Args:
+        code: the code.
+        read: k shards, data or parity.
+        made: the wanted shards, data or parity; none of them in `read`.
+
+    Returns:
+        A program whose outputs are the packets of the wanted shards, ascending by shard and packet.
+        The inputs are those packets of `read` that are needed. The program is empty if no shard is
+        wanted.
+
+    Raises:
+        ValueError: `read` has not k shards, a number is out of range, or a wanted shard is read.
+    """
+    shards_read, wanted, count = set(read), set(made), code.k + code.f
+    invalid = sorted(shard for shard in shards_read | wanted if not 0 <= shard < count)
+    if invalid:
+        raise ValueError(f"shard {invalid[0]} of a code with {count}; they are counted from 0")
+    if len(shards_read) != code.k:
+        raise ValueError(f"{len(shards_read)} shards {sorted(shards_read)} are read; the code needs {code.k}")
+    if shards_read & wanted:
+        raise ValueError(f"shard {min(shards_read & wanted)} is read and wanted; leave it out of one of both")
+    lost = tuple(shard for shard in range(code.k) if shard not in shards_read)
+    parities = tuple(sorted(shard - code.k for shard in shards_read if shard >= code.k))
+    return _program(code, lost, parities, tuple(sorted(wanted)))
+
+
+@functools.lru_cache(maxsize=PROGRAMS_MAX)  # the only cache of programs: callers keep none
+def _program(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...], made: tuple[int, ...]) -> XorProgram:
     """Returns the program for sorted, valid arguments, by solving linear equations over GF(2).
 
-    Each parity packet gives an equation: the sum of its lost terms, the unknowns, equals the sum of
-    its other terms. An adjuster is one more unknown, with one more equation. So the equations stay
-    sparse and need few operations. The known terms of an equation are summed in the register of the
-    unknown that the equation yields.
+    The program reads `parities` and all data that is not lost, and computes the shards `made`. Each
+    parity packet, read or made, gives an equation: the sum of its lost terms, the unknowns, equals
+    the sum of its other terms. A made parity packet is an unknown itself. An adjuster is one more
+    unknown, with one more equation. So the equations stay sparse and need few operations. The known
+    terms of an equation are summed in the register of the unknown that the equation yields.
     """
+    outputs = tuple((shard, packet) for shard in made for packet in range(code.w))
+    unknowns = [*outputs, *((shard, packet) for shard in lost if shard not in made for packet in range(code.w))]
     equations: list[set[Packet]] = []
-    outputs = tuple((shard, packet) for shard in lost for packet in range(code.w))
-    unknowns = list(outputs)
-    for parity in parities:
+    for parity in (*parities, *(shard - code.k for shard in made if shard >= code.k)):
         packets, adjuster = _terms(code, parity)
         shared: set[Packet] = set()
         if adjuster:
@@ -325,10 +367,8 @@ def _decode(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...])
             unknowns += shared
             equations.append({*adjuster, *shared})
         equations += [{*terms, *shared, (code.k + parity, packet)} for packet, terms in enumerate(packets)]
-    survivors = [(shard, packet) for shard in range(code.k) if shard not in lost for packet in range(code.w)]
-    survivors += [(code.k + parity, packet) for parity in parities for packet in range(code.w)]
-    used = set().union(*equations)
-    inputs = tuple(packet for packet in survivors if packet in used)
+    inputs = tuple((shard, packet) for shard in range(code.k) if shard not in lost for packet in range(code.w))
+    inputs += tuple((code.k + parity, packet) for parity in parities for packet in range(code.w))
     register = {unknown: len(inputs) + i for i, unknown in enumerate(unknowns)}
     solved, additions = _eliminate([equation.intersection(register) for equation in equations])
     targets = [register[unknown] for unknown in solved]
@@ -336,7 +376,25 @@ def _decode(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...])
     recorder.sums(inputs, zip(targets, equations, strict=True))
     for target, source in additions:
         recorder.add(targets[target], targets[source])
-    return XorProgram(inputs, outputs, len(unknowns) - len(outputs), tuple(recorder.ops))
+    return _without_unused(XorProgram(inputs, outputs, len(unknowns) - len(outputs), tuple(recorder.ops)))
+
+
+def _without_unused(program: XorProgram) -> XorProgram:
+    """Returns the program without operations and registers that no output depends on."""
+    outputs = range(len(program.inputs), len(program.inputs) + len(program.outputs))
+    needed, ops = set(outputs), []
+    for op in reversed(program.ops):  # the copy into a register comes before all its other operations
+        if op.target in needed:
+            needed.add(op.source)
+            ops.append(op)
+    used = sorted(needed)
+    register = {old: new for new, old in enumerate(used)}
+    return XorProgram(
+        tuple(program.inputs[old] for old in used if old < outputs.start),
+        program.outputs,
+        sum(old >= outputs.stop for old in used),
+        tuple(XorOp(register[target], register[source], is_copy) for target, source, is_copy in reversed(ops)),
+    )
 
 
 def _eliminate(rows: list[set[Packet]]) -> tuple[list[Packet], list[tuple[int, int]]]:
@@ -389,11 +447,11 @@ def _eliminate(rows: list[set[Packet]]) -> tuple[list[Packet], list[tuple[int, i
     return [unknown for _, unknown in sorted(pivots)], additions
 
 
-# Executors
+# Interpreter
 
 
 class Array(Protocol):
-    """The attributes that all executors' arrays have."""
+    """The attributes that all libraries' arrays have."""
 
     @property
     def shape(self) -> Any: ...
@@ -404,7 +462,83 @@ class Array(Protocol):
 A = TypeVar("A", bound=Array)
 
 
-def registers(program: XorProgram, inputs: Sequence[A], outputs: Sequence[A], scratch: Sequence[A]) -> list[A]:
+class ArrayOperations(NamedTuple):
+    """What the interpreter calls: the operations of one array library.
+
+    Attributes:
+        xor: `xor(left, right, out=target)`.
+        copy: `copy(target, source)`.
+    """
+
+    xor: Callable[..., object]
+    copy: Callable[[Any, Any], object]
+
+
+NUMPY = ArrayOperations(np.bitwise_xor, np.copyto)
+
+
+def run(
+    program: XorProgram,
+    inputs: Sequence[A],
+    outputs: Sequence[A],
+    scratch: Sequence[A],
+    operations: ArrayOperations = NUMPY,
+) -> None:
+    """Runs the program on arrays of one library, without temporary arrays.
+
+    All arrays have one shape and one dtype of whole bytes: for example uint8, uint64 or int64.
+
+    Args:
+        program: the program to run.
+        inputs: only read; may be read-only arrays.
+        outputs: overwritten. They must not overlap any other register.
+        scratch: overwritten, like outputs.
+        operations: those of the arrays' library.
+
+    Raises:
+        ValueError: the registers do not fit the program.
+    """
+    arrays = _registers(program, inputs, outputs, scratch)
+    xor, copy = operations
+    for target, left, right in program.steps:
+        if right is None:
+            copy(arrays[target], arrays[left])
+        else:
+            xor(arrays[left], arrays[right], out=arrays[target])
+
+
+def run_columns(program: XorProgram, inputs: Sequence[Bytes], outputs: Sequence[Bytes]) -> None:
+    """Runs the program on rows of bytes, block of columns by block of columns.
+
+    The registers of one block fit into CACHE_BYTES, unless a block would be narrower than
+    COLUMNS_MIN. Scratch memory is allocated for one block only.
+
+    Args:
+        program: the program to run.
+        inputs: rows of any one width; only read.
+        outputs: rows of the same width; overwritten. They must not overlap any other row.
+
+    Raises:
+        ValueError: the rows do not fit the program.
+    """
+    _registers(program, inputs, outputs, [outputs[0]] * program.scratch if outputs else ())
+    if not outputs:
+        return
+    count = len(inputs) + len(outputs) + program.scratch
+    width = len(outputs[0])
+    block = min(max(CACHE_BYTES // count // COLUMNS_UNIT * COLUMNS_UNIT, COLUMNS_MIN), width)
+    scratch = np.empty((program.scratch, block), np.uint8)
+    for begin in range(0, width, block or 1):
+        columns = slice(begin, begin + block)
+        run(
+            program,
+            [row[columns] for row in inputs],
+            [row[columns] for row in outputs],
+            [row[: width - begin] for row in scratch],
+        )
+
+
+def _registers(program: XorProgram, inputs: Sequence[A], outputs: Sequence[A], scratch: Sequence[A]) -> list[A]:
     """Returns the program's registers, in order of their numbers.
 
     Raises:
@@ -424,30 +558,3 @@ def registers(program: XorProgram, inputs: Sequence[A], outputs: Sequence[A], sc
                 f"registers of {kind} and of {(array.shape, array.dtype)}; all must have one shape and dtype"
             )
     return arrays
-
-
-def run(
-    program: XorProgram,
-    inputs: Sequence[npt.NDArray[Any]],
-    outputs: Sequence[npt.NDArray[Any]],
-    scratch: Sequence[npt.NDArray[Any]],
-) -> None:
-    """Runs the program on numpy arrays, without temporary arrays.
-
-    All arrays are uint8 or all are uint64, and all have the same shape.
-
-    Args:
-        program: the program to run.
-        inputs: only read; may be read-only arrays.
-        outputs: overwritten. They must not overlap any other register.
-        scratch: overwritten, like outputs.
-
-    Raises:
-        ValueError: the registers do not fit the program.
-    """
-    arrays = registers(program, inputs, outputs, scratch)
-    for target, left, right in program.steps:
-        if right is None:
-            np.copyto(arrays[target], arrays[left])
-        else:
-            np.bitwise_xor(arrays[left], arrays[right], out=arrays[target])

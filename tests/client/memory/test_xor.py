@@ -1,4 +1,4 @@
-"""The torch executor gives the same bytes as the numpy executor. It has no memory of its own."""
+"""The interpreter gives the same bytes with torch as with numpy, and takes no memory of its own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reft.client.memory import xor as torch_coding
-from reft.core.coding import erasure
-from reft.core.coding.erasure import ErasureCode, XorProgram, code_for, decode_program, encode_program
+from reft.client.memory.xor import TORCH
+from reft.core.coding.erasure import ErasureCode, XorProgram, code_for, decode_program, encode_program, run
 
 SHAPES = [(1, 2), (3, 1), (2, 2), (4, 2), (6, 2), (2, 3), (5, 3), (3, 4)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -54,8 +53,8 @@ def test_torch_computes_the_same_as_numpy(k, f, dtype, device):
     for program in programs(code_for(k, f)):
         groups = random_groups(program, 33 if dtype == torch.uint8 else 40)
         tensors = [[torch.from_numpy(each.copy()).to(device).view(dtype) for each in group] for group in groups]
-        erasure.run(program, *groups)
-        torch_coding.run(program, *tensors)
+        run(program, *groups)
+        run(program, *tensors, TORCH)
         # Inputs too: they must be unchanged.
         for group, results in zip(groups, tensors, strict=True):
             for expected, result in zip(group, results, strict=True):
@@ -69,7 +68,7 @@ def test_no_temporaries(k, f):
         tensors = [[torch.from_numpy(each) for each in group] for group in random_groups(program, 64)]
         before = [each.data_ptr() for group in tensors for each in group]
         with Count() as count:
-            torch_coding.run(program, *tensors)
+            run(program, *tensors, TORCH)
         assert [each.data_ptr() for group in tensors for each in group] == before
         assert count.results == set(before[len(program.inputs) :])
         assert len(count.names) == len(program.steps)
@@ -86,4 +85,4 @@ def test_no_temporaries(k, f):
 def test_registers_that_do_not_fit_are_refused(wrong):
     inputs = [torch.zeros(4, dtype=torch.uint8) for _ in range(3)]
     with pytest.raises(ValueError, match="all must have one shape and dtype"):
-        torch_coding.run(encode_program(code_for(3, 1), 0), inputs, [wrong], [])
+        run(encode_program(code_for(3, 1), 0), inputs, [wrong], [], TORCH)

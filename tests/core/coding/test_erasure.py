@@ -5,8 +5,10 @@ All patterns of losses and operation counts are tested.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 
@@ -15,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.core.coding import erasure
 from reft.core.coding.erasure import (
+    CACHE_BYTES,
+    COLUMNS_MIN,
     SHARDS_MAX,
+    ArrayOperations,
     ErasureCode,
     XorOp,
     XorProgram,
@@ -25,7 +29,9 @@ from reft.core.coding.erasure import (
     code_for,
     decode_program,
     encode_program,
+    make_program,
     run,
+    run_columns,
 )
 
 SHAPES = [(domains - f, f) for domains in range(2, 9) for f in range(1, 5 if domains >= 6 else 4) if f < domains]
@@ -132,6 +138,125 @@ def test_any_code_any_loss_any_packet(data):
         assert np.array_equal(execute(encode_program(code, parity), shards), shards[k + parity])
 
 
+# Any shards from any k
+
+
+def check_make(code: ErasureCode, shards: np.ndarray, read: tuple[int, ...], made: tuple[int, ...]) -> XorProgram:
+    program = make_program(code, read, made)
+    assert program.outputs == tuple((shard, packet) for shard in made for packet in range(code.w))
+    assert {shard for shard, _ in program.inputs} <= set(read)
+    assert list(program.inputs) == sorted(program.inputs)
+    for (shard, packet), output in zip(program.outputs, execute(program, shards), strict=True):
+        assert np.array_equal(output, shards[shard, packet]), (code.kind, code.k, code.f, read, made)
+    return program
+
+
+def made_sets(code: ErasureCode) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yields each set of k shards, with each set of other shards."""
+    for read in itertools.combinations(range(code.k + code.f), code.k):
+        others = [shard for shard in range(code.k + code.f) if shard not in read]
+        for count in range(len(others) + 1):
+            yield from ((read, made) for made in itertools.combinations(others, count))
+
+
+@pytest.mark.parametrize(("k", "f"), SHAPES)
+def test_any_k_shards_make_any_others(k, f):
+    code = code_for(k, f)
+    shards = stripe(code, 9)
+    made_steps, separate_steps = 0, 0
+    for read, made in made_sets(code):
+        program = check_make(code, shards, read, made)
+        used = {source for _, left, right in program.steps for source in (left, right)}
+        # No register is idle: inputs are read, scratch is written and read.
+        assert used >= {*range(len(program.inputs))}
+        first_scratch = len(program.inputs) + len(program.outputs)
+        assert used >= {*range(first_scratch, first_scratch + program.scratch)}
+        assert made or program == XorProgram((), (), 0, ())
+        lost, parities = [i for i in range(k) if i not in read], [shard - k for shard in read if shard >= k]
+        programs = [encode_program(code, shard - k) for shard in made if shard >= k]
+        if programs or set(made) & set(lost):
+            programs.append(decode_program(code, lost, parities))
+        made_steps += len(program.steps)
+        separate_steps += sum(len(each.steps) for each in programs)
+    assert made_steps <= separate_steps
+
+
+@pytest.mark.parametrize(("k", "f"), [(17, 3), (59, 2), (61, 3), (60, 4)])
+def test_wide_codes_make_any_shards(k, f):
+    code = code_for(k, f)
+    shards = stripe(code, 3)
+    rng = random.Random(k * f)
+    for _ in range(4):
+        read = tuple(sorted(rng.sample(range(k + f), k)))
+        others = [shard for shard in range(k + f) if shard not in read]
+        check_make(code, shards, read, tuple(others))
+        check_make(code, shards, read, tuple(sorted(rng.sample(others, 1))))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_code_makes_any_shards(data):
+    k = data.draw(st.integers(1, 20), label="k")
+    f = data.draw(st.integers(0, 5), label="f")
+    read = tuple(sorted(data.draw(st.permutations(range(k + f)), label="read")[:k]))
+    others = [shard for shard in range(k + f) if shard not in read]
+    made = tuple(shard for shard in others if data.draw(st.booleans(), label=f"make {shard}"))
+    check_make(code_for(k, f), stripe(code_for(k, f), 5, seed=k), read, made)
+
+
+def test_copies_are_made_without_scratch():
+    assert make_program(code_for(1, 3), [2], [0, 1, 3]).steps == tuple(XorStep(target, 0, None) for target in (1, 2, 3))
+
+
+def test_unwanted_lost_data_is_computed_only_as_far_as_needed():
+    code = code_for(3, 3)
+    assert len(make_program(code, [3, 4, 5], [2]).steps) < len(make_program(code, [3, 4, 5], [0, 1, 2]).steps)
+    assert make_program(code, [0, 1, 2], [4]) == encode_program(code, 1)
+    assert make_program(code, [1, 3, 4], [0, 2]) == decode_program(code, [0, 2], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("read", "made", "says"),
+    [
+        ((0, 1, 2), (4,), r"3 shards \[0, 1, 2\] are read; the code needs 4"),
+        ((0, 1, 2, 2), (4,), r"3 shards \[0, 1, 2\] are read; the code needs 4"),
+        ((0, 1, 2, 3, 4), (5,), "5 shards .* are read; the code needs 4"),
+        ((0, 1, 2, 6), (3,), "shard 6 of a code with 6; they are counted from 0"),
+        ((0, 1, 2, 3), (6,), "shard 6 of a code with 6"),
+        ((-1, 1, 2, 3), (4,), "shard -1 of a code with 6"),
+        ((0, 1, 2, 4), (3, 4), "shard 4 is read and wanted"),
+    ],
+)
+def test_shards_that_are_refused(read, made, says):
+    with pytest.raises(ValueError, match=says):
+        make_program(code_for(4, 2), read, made)
+
+
+# The cache
+
+
+def test_programs_are_made_once():
+    code = code_for(6, 2)
+    assert encode_program(code, 1) is encode_program(code, 1)
+    assert decode_program(code, [1], [0]) is decode_program(code, (1,), {0, 1})
+    assert make_program(code, range(2, 8), (0, 1)) is make_program(code, [*range(7, 1, -1)], {1, 0})
+    assert make_program(code, range(1, 7), (0,)) is decode_program(code, [0], [0])
+
+
+def test_the_tables_of_a_code_are_not_hashed():
+    """Lists have no hash."""
+    assert hash(ErasureCode("xor", 2, 1, 1, [], [])) == hash(code_for(2, 1))  # type: ignore[arg-type]
+
+
+def test_codes_that_differ_only_in_their_tables_have_their_own_programs():
+    plain = code_for(3, 1)
+    short = dataclasses.replace(plain, parity=((frozenset({(0, 0), (1, 0)}),),))
+    assert encode_program(plain, 0) != encode_program(short, 0)
+
+
+# What else is true of programs
+
+
 def test_unneeded_parities_are_not_read():
     program = decode_program(code_for(5, 3), [2], [2, 0, 1])
     assert program == decode_program(code_for(5, 3), {2}, (0,))
@@ -203,6 +328,7 @@ def test_programs_write_before_they_read_and_never_write_inputs(k, f):
     code = code_for(k, f)
     programs = [encode_program(code, parity) for parity in range(f)]
     programs += [decode_program(code, *split(code, lost)) for lost in losses(k + f, f)]
+    programs += [make_program(code, read, made) for read, made in made_sets(code)]
     for program in programs:
         filled = set(range(len(program.inputs)))
         for target, source, is_copy in program.ops:
@@ -221,6 +347,19 @@ def test_a_copy_and_the_first_xor_are_one_step():
 def test_a_copy_is_made_before_it_is_read_or_its_source_changes():
     copied = XorProgram(((0, 0),), ((1, 0), (1, 1)), 0, (XorOp(1, 0, True), XorOp(2, 1, True), XorOp(1, 0, False)))
     assert copied.steps == (XorStep(1, 0, None), XorStep(2, 1, None), XorStep(1, 1, 0))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(2, 6), st.integers(0, 6), st.booleans()), max_size=30))
+def test_steps_do_the_same_as_the_operations(ops):
+    program = XorProgram(((0, 0), (0, 1)), ((1, 0), (1, 1)), 3, tuple(XorOp(*op) for op in ops))
+    registers = list(np.random.default_rng(0).integers(0, 256, (7, 8), dtype=np.uint8))
+    expected = [register.copy() for register in registers]
+    for target, source, is_copy in program.ops:
+        expected[target] = expected[source].copy() if is_copy else expected[target] ^ expected[source]
+    run(program, registers[:2], registers[2:4], registers[4:])
+    assert np.array_equal(registers, expected)
+    assert len(program.steps) <= len(program.ops)
 
 
 # Refusals
@@ -274,7 +413,7 @@ def test_registers_that_do_not_fit_are_refused(inputs, outputs, scratch):
         run(encode_program(code_for(3, 1), 0), *made)
 
 
-# The numpy executor
+# The interpreter
 
 
 def test_words_and_slices_give_the_same_bytes():
@@ -290,23 +429,90 @@ def test_words_and_slices_give_the_same_bytes():
     assert np.array_equal(np.concatenate(parts, axis=1), whole)
 
 
-def test_no_temporaries(monkeypatch):
+def test_no_temporaries():
     """Each step works on registers only, and writes to its target through `out`."""
     code = code_for(4, 2)
     shards = stripe(code, 64)
-    known: set[int] = set()
 
-    class Spy:
-        @staticmethod
-        def bitwise_xor(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
-            assert {each.ctypes.data for each in (left, right, out)} <= known
-            np.bitwise_xor(left, right, out=out)
-
-        copyto = staticmethod(np.copyto)
+    def xor(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+        assert {each.ctypes.data for each in (left, right, out)} <= known
+        np.bitwise_xor(left, right, out=out)
 
     program = encode_program(code, 1)
     groups = ([shards[each] for each in program.inputs], stale(4, 64), stale(program.scratch, 64))
-    known |= {each.ctypes.data for group in groups for each in group}
-    monkeypatch.setattr(erasure, "np", Spy)
-    run(program, *groups)
+    known = {each.ctypes.data for group in groups for each in group}
+    run(program, *groups, ArrayOperations(xor, np.copyto))
     assert np.array_equal(groups[1], shards[5])
+
+
+# Blocks of columns
+
+WIDTHS = (0, 1, 63, 64, COLUMNS_MIN, COLUMNS_MIN + 1, 70_001)
+
+
+class SpiedRow(np.ndarray):
+    """A row of bytes that records the columns that are taken."""
+
+    columns: list[slice]
+
+    def __getitem__(self, columns):
+        self.columns.append(columns)
+        return np.asarray(super().__getitem__(columns))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("k", "f"), [(1, 1), (3, 1), (4, 2), (5, 3), (17, 3)])
+def test_columns_of_any_width_give_the_same_bytes(k, f, width):
+    code = code_for(k, f)
+    shards = stripe(code, width)
+    shards.flags.writeable = False
+    program = make_program(code, range(f, k + f), range(f))
+    outputs = stale(len(program.outputs), width)
+    run_columns(program, [shards[each] for each in program.inputs], outputs)
+    for packet, output in zip(program.outputs, outputs, strict=True):
+        assert np.array_equal(output, shards[packet])
+
+
+@pytest.mark.parametrize(("k", "f"), [(2, 1), (5, 3), (17, 3)])
+def test_blocks_of_columns_fit_the_cache_and_begin_at_cache_lines(k, f):
+    code, width = code_for(k, f), 300_000
+    program = make_program(code, range(f, k + f), range(f))
+    rows = [np.zeros(width, np.uint8).view(SpiedRow) for _ in range(len(program.inputs) + len(program.outputs))]
+    for row in rows:
+        row.columns = []
+    run_columns(program, rows[: len(program.inputs)], rows[len(program.inputs) :])
+    blocks = rows[0].columns
+    assert all(row.columns == blocks for row in rows)
+    assert blocks[0].start == 0 and blocks[-1].stop >= width
+    assert all(before.stop == after.start for before, after in itertools.pairwise(blocks))
+    assert all(block.start % 64 == 0 for block in blocks)
+    size, count = blocks[0].stop, len(rows) + program.scratch
+    assert size * count <= CACHE_BYTES or size == COLUMNS_MIN
+    assert (size + 64) * count > CACHE_BYTES
+
+
+def test_columns_take_scratch_for_one_block_only():
+    program = encode_program(code_for(4, 2), 1)
+    assert program.scratch == 1
+    inputs = [np.zeros(4 << 20, np.uint8)] * len(program.inputs)
+    outputs = stale(len(program.outputs), 4 << 20)
+    tracemalloc.start()
+    try:
+        run_columns(program, inputs, outputs)
+        assert tracemalloc.get_traced_memory()[1] < CACHE_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("input_widths", "output_widths"),
+    [((96, 96), (96,)), ((96, 96, 97), (96,)), ((96, 96, 96), (90,)), ((96, 96, 96), ()), ((96, 1, 96), (96,))],
+)
+def test_columns_that_do_not_fit_are_refused(input_widths, output_widths):
+    inputs, outputs = ([np.zeros(width, np.uint8) for width in widths] for widths in (input_widths, output_widths))
+    with pytest.raises(ValueError, match="registers"):
+        run_columns(encode_program(code_for(3, 1), 0), inputs, outputs)
+
+
+def test_the_empty_program_runs():
+    run_columns(make_program(code_for(4, 2), range(4), ()), [], [])
