@@ -41,8 +41,9 @@ from reft.client.memory import xor
 from reft.client.memory.cuda import Device
 from reft.client.restore.load_plan import ALIGNMENT, StripeSlice
 from reft.client.restore.tensor_view import FlatTensorView
-from reft.core.coding.erasure import CACHE_BYTES, COLUMNS_MIN, XorProgram, decode_program, run
+from reft.core.coding.erasure import XorProgram, decode_program, run
 from reft.core.coding.placement import Lane
+from reft.core.recovery.rebuild import CACHE_BYTES, COLUMNS_MIN
 from reft.wire.slot_format import Bytes
 
 COLUMNS_MAX = 128 << 10

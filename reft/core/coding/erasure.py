@@ -33,8 +33,9 @@ import numpy.typing as npt
 
 SHARDS_MAX = 128  # limit of k + f; tables and the search for pivots grow with the cube of k + f
 PROGRAMS_MAX = 64  # cached programs: those of the widest codes take megabytes each
-CACHE_BYTES = 512 << 10  # registers in use: half of a core's second-level cache
-COLUMNS_MIN = 8 << 10  # below this the calls cost more than the XOR
+CACHE_BYTES = 1 << 20  # outputs and scratch of a block of columns: a core's second-level cache
+COLUMNS_MIN = 64 << 10  # below this the calls take a large part of the time
+COLUMNS_MAX = 256 << 10
 COLUMNS_UNIT = 64  # bytes: a cache line
 PARITIES_XOR = 3  # up to this f, EVENODD and STAR need fewer operations than Cauchy
 
@@ -510,8 +511,9 @@ def run(
 def run_columns(program: XorProgram, inputs: Sequence[Bytes], outputs: Sequence[Bytes]) -> None:
     """Runs the program on rows of bytes, block of columns by block of columns.
 
-    The registers of one block fit into CACHE_BYTES, unless a block would be narrower than
-    COLUMNS_MIN. Scratch memory is allocated for one block only.
+    The outputs and the scratch of one block fit into CACHE_BYTES, unless the block would be
+    narrower than COLUMNS_MIN. Inputs do not count: programs read nearly every input in one go.
+    Scratch memory is allocated for one block only.
 
     Args:
         program: the program to run.
@@ -524,11 +526,10 @@ def run_columns(program: XorProgram, inputs: Sequence[Bytes], outputs: Sequence[
     _registers(program, inputs, outputs, [outputs[0]] * program.scratch if outputs else ())
     if not outputs:
         return
-    count = len(inputs) + len(outputs) + program.scratch
-    width = len(outputs[0])
-    block = min(max(CACHE_BYTES // count // COLUMNS_UNIT * COLUMNS_UNIT, COLUMNS_MIN), width)
-    scratch = np.empty((program.scratch, block), np.uint8)
-    for begin in range(0, width, block or 1):
+    width, hot = len(outputs[0]), len(outputs) + program.scratch
+    block = min(max(CACHE_BYTES // hot, COLUMNS_MIN), COLUMNS_MAX) // COLUMNS_UNIT * COLUMNS_UNIT
+    scratch = np.empty((program.scratch, min(block, width)), np.uint8)
+    for begin in range(0, width, block):
         columns = slice(begin, begin + block)
         run(
             program,

@@ -26,13 +26,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reft.core.coding.erasure import CACHE_BYTES, COLUMNS_MIN, Packet, XorProgram, decode_program, encode_program, run
+from reft.core.coding.erasure import Packet, XorProgram, decode_program, encode_program, run
 from reft.core.coding.placement import Lane, Placement, RankPlacement
 from reft.core.recovery.gather import stripe_reads
 
 SLICE_BYTES = 128 << 20  # all registers of a slice
 RANGE_MAX = 2 << 20  # bytes of one packet in a slice: more would not be faster
 RANGE_UNIT = 64  # bytes: a cache line
+CACHE_BYTES = 512 << 10  # registers in use: half of a core's second-level cache
+COLUMNS_MIN = 8 << 10  # below this the calls cost more than the XOR
 
 Bytes = npt.NDArray[np.uint8]
 

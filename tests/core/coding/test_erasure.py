@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from reft.core.coding.erasure import (
     CACHE_BYTES,
+    COLUMNS_MAX,
     COLUMNS_MIN,
     SHARDS_MAX,
     ArrayOperations,
@@ -447,7 +448,7 @@ def test_no_temporaries():
 
 # Blocks of columns
 
-WIDTHS = (0, 1, 63, 64, COLUMNS_MIN, COLUMNS_MIN + 1, 70_001)
+WIDTHS = (0, 1, 63, COLUMNS_MIN, COLUMNS_MIN + 1, 150_001)
 
 
 class SpiedRow(np.ndarray):
@@ -473,9 +474,9 @@ def test_columns_of_any_width_give_the_same_bytes(k, f, width):
         assert np.array_equal(output, shards[packet])
 
 
-@pytest.mark.parametrize(("k", "f"), [(2, 1), (5, 3), (17, 3)])
+@pytest.mark.parametrize(("k", "f"), [(2, 1), (6, 2), (5, 3), (17, 3)])
 def test_blocks_of_columns_fit_the_cache_and_begin_at_cache_lines(k, f):
-    code, width = code_for(k, f), 300_000
+    code, width = code_for(k, f), 600_000
     program = make_program(code, range(f, k + f), range(f))
     rows = [np.zeros(width, np.uint8).view(SpiedRow) for _ in range(len(program.inputs) + len(program.outputs))]
     for row in rows:
@@ -486,9 +487,9 @@ def test_blocks_of_columns_fit_the_cache_and_begin_at_cache_lines(k, f):
     assert blocks[0].start == 0 and blocks[-1].stop >= width
     assert all(before.stop == after.start for before, after in itertools.pairwise(blocks))
     assert all(block.start % 64 == 0 for block in blocks)
-    size, count = blocks[0].stop, len(rows) + program.scratch
-    assert size * count <= CACHE_BYTES or size == COLUMNS_MIN
-    assert (size + 64) * count > CACHE_BYTES
+    size, hot = blocks[0].stop, len(program.outputs) + program.scratch
+    assert size * hot <= CACHE_BYTES or size == COLUMNS_MIN
+    assert (size + 64) * hot > CACHE_BYTES or size == COLUMNS_MAX
 
 
 def test_columns_take_scratch_for_one_block_only():
