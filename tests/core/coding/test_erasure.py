@@ -437,12 +437,15 @@ def test_no_temporaries():
 
     def xor(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
         assert {each.ctypes.data for each in (left, right, out)} <= known
+        targets.append(out.ctypes.data)
         np.bitwise_xor(left, right, out=out)
 
     program = encode_program(code, 1)
     groups = ([shards[each] for each in program.inputs], stale(4, 64), stale(program.scratch, 64))
     known = {each.ctypes.data for group in groups for each in group}
+    targets: list[int] = []
     run(program, *groups, ArrayOperations(xor, np.copyto))
+    assert len(targets) == xors(program)
     assert np.array_equal(groups[1], shards[5])
 
 
@@ -488,7 +491,7 @@ def test_blocks_of_columns_fit_the_cache_and_begin_at_cache_lines(k, f):
     assert all(before.stop == after.start for before, after in itertools.pairwise(blocks))
     assert all(block.start % 64 == 0 for block in blocks)
     size, hot = blocks[0].stop, len(program.outputs) + program.scratch
-    assert size * hot <= CACHE_BYTES or size == COLUMNS_MIN
+    assert size <= COLUMNS_MAX and (size * hot <= CACHE_BYTES or size == COLUMNS_MIN)
     assert (size + 64) * hot > CACHE_BYTES or size == COLUMNS_MAX
 
 
