@@ -51,7 +51,7 @@ class CpuCopyEngine:
             would hardly run.
     """
 
-    compares_all = keeps_host_time = True
+    keeps_host_time = True
     needs_slot_at_mark = False
 
     def __init__(self, cpus: list[int], clock: Callable[[], float] = time.perf_counter, has_idle: bool = True) -> None:

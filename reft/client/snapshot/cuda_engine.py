@@ -4,6 +4,7 @@
     side stream           wait(gathered) ► inline leaves ► wait(gap begins) ► parts ► … ► read, done
     snapshot thread            done ► late leaves, zeros ► CopiedEvent ► digests ► DigestedEvent
 
+At the mark the digests' sums are enqueued too (`replica_sums`): the bytes stay on the device.
 Without a pacing plan all tasks are enqueued at the mark. With one, the task plan
 (core/pipeline/pacing.py) assigns tasks to the phases of the window. A phase's tasks are enqueued
 when Python enters the phase, behind an event of the compute stream, because the device enters it
@@ -41,6 +42,7 @@ from reft.client.memory.cuda import Device
 from reft.client.snapshot.cuda_plan import TRANSFER_BYTES, CudaCopyPlan, compute, plan_transfers
 from reft.client.snapshot.engine import CopiedEvent, CopyEvent, CopyOrder, DigestedEvent
 from reft.client.snapshot.replica_check import DigestSample, digest_of, samples
+from reft.client.snapshot.replica_sums import copy_sums, sums_bytes
 from reft.client.snapshot.save_plan import ParityTiling
 from reft.client.snapshot.stats import CopyStats
 from reft.client.snapshot.timeline import COPYING, TimelineEvent
@@ -69,7 +71,6 @@ class CudaCopyEngine:
             With 0 the optimizer waits until these bytes are in the slot.
     """
 
-    compares_all = False  # to copy whole cells over PCIe would undo what sharding saves
     keeps_host_time = False
     needs_slot_at_mark = True
     copy_cpu: int | None = None  # the device copies
@@ -297,7 +298,7 @@ class _CudaCopy:
         with self._device.on_side():
             self._host_copy[:inline_bytes].copy_(self._transfers.gathered[:inline_bytes], non_blocking=True)
             wanted = samples(self._order.save_plan.cells, self._order.step, self._order.compares_all)
-            self._samples = [(sample, self._copy_sample(sample)) for sample in wanted]
+            self._enqueue_samples(wanted)
 
     def launch(self, tasks: Iterable[int], tier: Tier) -> list[int]:
         """Enqueues the tasks that are still to do; returns the bytes written, by tier."""
@@ -397,14 +398,16 @@ class _CudaCopy:
         for tensor, offset in transfers.large:
             self._data[offset : offset + tensor.nbytes].copy_(tensor)
 
-    def _copy_sample(self, sample: DigestSample) -> list[torch.Tensor]:
-        """Copies a sample's bytes into new host memory. They are a small window of a cell."""
-        parts = []
-        for leaf, begin, nbytes, _ in sample.runs:
-            part = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda)
-            part.copy_(self._transfers.sources[leaf][begin : begin + nbytes], non_blocking=True)
-            parts.append(part)
-        return parts
+    def _enqueue_samples(self, wanted: Sequence[DigestSample]) -> None:
+        """Enqueues the sums of each sample's bytes: only the sums come to the host."""
+        sizes = [sums_bytes(run.nbytes) for sample in wanted for run in sample.runs]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda)
+        parts = iter(memory.split(sizes))
+        for sample in wanted:
+            sums = [next(parts) for _ in sample.runs]
+            for (leaf, begin, nbytes, _), part in zip(sample.runs, sums, strict=True):
+                copy_sums(self._transfers.sources[leaf][begin : begin + nbytes], part, non_blocking=True)
+            self._samples.append((sample, sums))
 
     def events(self, slot: SlotMap) -> Generator[CopyEvent, None, None]:
         transfers = self._transfers
@@ -420,7 +423,7 @@ class _CudaCopy:
         leaves = [(transfers.save_plan.leaves[i], transfers.places[i]) for i in transfers.save_plan.inline_leaves]
         yield CopiedEvent(
             {leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves},
-            {sample.cell: digest_of(sample, [part.numpy() for part in parts]) for sample, parts in self._samples},
+            {sample.cell: digest_of(sample, [each.numpy() for each in sums]) for sample, sums in self._samples},
         )
         yield DigestedEvent(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
 

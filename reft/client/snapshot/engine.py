@@ -108,7 +108,6 @@ class CopyEngine(Protocol):
     Attributes:
         copy_stats: how many bytes were copied, when and how fast.
         parity_tiling: the sizes of the parity columns that this engine works best with.
-        compares_all: whether the engine can digest all live bytes of a snapshot at a bearable cost.
         keeps_host_time: whether work is done on the device when Python has done it.
         needs_slot_at_mark: whether `begin` needs the slot. If not, the slot may come later in the
             window.
@@ -117,7 +116,6 @@ class CopyEngine(Protocol):
 
     copy_stats: CopyStats
     parity_tiling: ParityTiling
-    compares_all: bool
     keeps_host_time: bool
     needs_slot_at_mark: bool
     copy_cpu: int | None

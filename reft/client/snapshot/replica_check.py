@@ -5,6 +5,9 @@ With every snapshot, so that shards of mismatched replicas never become one vers
     first snapshots of an attach     a digest of all bytes of each cell
     later snapshots                  a digest of WINDOW_BYTES of each; this window moves each step
 
+A digest is made of sums that a host and a device compute alike (`replica_sums`), so ranks with
+different devices compare too, and no bytes leave a device for the check.
+
 The step's number alone decides what is digested, so all ranks digest the same bytes. A lasting
 difference is found within cell / WINDOW_BYTES snapshots. A difference that spreads, such as weights
 that were once updated with different gradients, is found with the next snapshot.
@@ -38,8 +41,9 @@ import xxhash
 
 from reft.client.link.exchange import gather, share
 from reft.client.link.rank_group import RankGroup
+from reft.client.snapshot.replica_sums import pieces_of, sums_of, tensor_sums
 from reft.client.snapshot.save_plan import CellRuns, WriteItem
-from reft.client.state.tensors import TensorIndex, flat_bytes, is_dense
+from reft.client.state.tensors import TensorIndex
 from reft.core.layout.cells import Division
 from reft.core.layout.layout import Leaf
 from reft.core.layout.stage_naming import CONSTANT
@@ -49,7 +53,7 @@ from reft.wire import capsule_format
 from reft.wire.slot_format import Bytes
 
 WINDOW_BYTES = 1 << 20
-CONSTANT_PIECE = 1 << 16  # elements that are compared at once
+CONSTANT_PIECE = 256 << 10  # bytes that are compared at once
 
 
 @dataclass(frozen=True)
@@ -86,23 +90,23 @@ def digest(sample: DigestSample, sources: Sequence[Bytes]) -> int:
 
     Args:
         sample: the bytes to digest.
-        sources: the bytes of each leaf, by number.
+        sources: the bytes of each leaf in the host's memory, by number.
     """
-    return digest_of(sample, [sources[leaf][begin : begin + nbytes] for leaf, begin, nbytes, _ in sample.runs])
+    return digest_of(sample, [sums_of(sources[leaf][begin : begin + nbytes]) for leaf, begin, nbytes, _ in sample.runs])
 
 
-def digest_of(sample: DigestSample, parts: Sequence[Bytes]) -> int:
+def digest_of(sample: DigestSample, sums: Sequence[Bytes]) -> int:
     """Returns the digest of a sample.
 
     Args:
         sample: the bytes to digest.
-        parts: the bytes of each of the sample's runs.
+        sums: the sums of each of the sample's runs; see `replica_sums`.
     """
     hasher = xxhash.xxh3_64()
-    for run, part in zip(sample.runs, parts, strict=True):
+    for run, sums_of_run in zip(sample.runs, sums, strict=True):
         # Equal bytes at another place must give another digest.
         hasher.update(run.at.to_bytes(8, "little"))
-        hasher.update(part.data)
+        hasher.update(sums_of_run.data)
     return hasher.intdigest()
 
 
@@ -212,19 +216,23 @@ def value_digests(tensor_index: TensorIndex, names: Iterable[str]) -> dict[str, 
     for name, tensor in tensor_index.tensors.items():
         if name not in wanted:
             continue
-        dense = tensor if is_dense(tensor) else tensor.contiguous()
-        data = flat_bytes(dense).to(torch.device("cpu")).numpy()
-        is_constant = _is_constant(data, tensor.element_size())
         box = tensor_index.boxes.get(name)
         where = f"\n{list(tensor.shape)} at {list(box.offset)}" if box else ""
-        digests[name + where] = (CONSTANT if is_constant else "") + xxhash.xxh3_64_hexdigest(data)
+        digest = xxhash.xxh3_64_hexdigest(tensor_sums(tensor).data)
+        digests[name + where] = (CONSTANT if _is_constant(tensor) else "") + digest
     return digests
 
 
-def _is_constant(data: Bytes, size: int) -> bool:
-    """Returns whether all elements of `size` bytes are equal; most leaves differ at once."""
-    pieces = (data[begin : begin + CONSTANT_PIECE * size] for begin in range(0, data.nbytes, CONSTANT_PIECE * size))
-    return all((piece.reshape(-1, size) == data[:size]).all() for piece in pieces)
+def _is_constant(tensor: torch.Tensor) -> bool:
+    """Returns whether all elements have the same bytes; reads on only while they do."""
+    size, first = tensor.element_size(), None
+    for piece in pieces_of(tensor, CONSTANT_PIECE):
+        # numpy on the host: torch's threads cost more than the comparison where all cores are busy.
+        data: Any = piece.numpy() if piece.device.type == "cpu" else piece
+        first = data[:size] if first is None else first
+        if not (data[:size] == first).all() or not (data[:-size] == data[size:]).all():
+            return False
+    return True
 
 
 def cell_digests(division: Division, rank: int, values: Mapping[str, str]) -> list[str]:

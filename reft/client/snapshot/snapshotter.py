@@ -109,7 +109,7 @@ class Snapshotter:
             return "slots of the new size are being made."
         tree = {**self.host.take(task.step, plan.tensor_index.names), "marked": is_marked}
         guard = WriteGuard(plan.tensor_index)
-        compares_all = self.engine.compares_all and task.step <= self.facts.compares_all_until
+        compares_all = task.step <= self.facts.compares_all_until
         order = CopyOrder(
             plan.save_plan, self.slots.chunk_bytes, task.step, compares_all, pacing_plan, self.facts.failpoints,
             self.facts.at(task.step),

@@ -24,6 +24,7 @@ from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, join_parts
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
 from reft.client.snapshot.engine import CopiedEvent
+from reft.client.snapshot.replica_check import WINDOW_BYTES
 from reft.client.snapshot.save_plan import WriteItem
 from reft.client.state.tensors import TensorIndex
 from reft.core.coding import erasure
@@ -33,7 +34,7 @@ from reft.core.pipeline.pacing import Tier
 from reft.errors import ReftError
 from tests.support.daemons import until
 from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
-from tests.support.streams import Inline
+from tests.support.streams import Inline, Late
 
 
 def test_every_byte_is_copied_and_slot_states_follow_in_order(engine):
@@ -454,15 +455,45 @@ def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy(
 
 def test_cell_digests_do_not_depend_on_the_engine():
     tensors = {name: torch.randn(300, 70) for name in ("a", "b")}
+    # Behind other bytes, so that a device can't read these bytes as words of 8 bytes.
+    tensors["c"] = torch.randn(30_001)[1:]
     placement = placement_of(TensorIndex(tensors, set()), D=2, f=1)
     taken = [
         Taken(tensors, set(), placement, rank).by(engine)
         for rank in range(2)
-        for engine in (CpuCopyEngine([]), CudaCopyEngine(Inline()))
+        for engine in (CpuCopyEngine([]), CudaCopyEngine(Inline()), CudaCopyEngine(Late()))
     ]
     assert taken[0].cells and all(each.cells == taken[0].cells for each in taken)
     other = {**tensors, "b": tensors["b"] + 1}
     assert Taken(other, set(), placement, 1).by(CpuCopyEngine([])).cells != taken[0].cells
+
+
+@pytest.mark.parametrize("in_whole", [True, False])
+def test_every_engine_digests_whole_cells_when_asked_and_else_a_window(engine, in_whole):
+    copy_engine, device = engine
+    digests = []
+    for last in (0.0, 1.0):
+        tensors = {"w": torch.zeros(3 * WINDOW_BYTES // 4, device=device)}
+        tensors["w"][-1] = last
+        taken = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), D=2, f=1))
+        taken.order = replace(taken.order, compares_all=in_whole, step=0)
+        digests.append(taken.by(copy_engine).cells)
+    assert len(digests[0]) == 1 and (digests[0] != digests[1]) == in_whole
+
+
+def test_cell_digests_are_of_the_state_before_the_fence(engine):
+    copy_engine, device = engine
+    cells = []
+    for is_written in (False, True):
+        tensors = tensors_on(device)
+        taken = Taken(tensors, {"buffer"}, placement_of(TensorIndex(tensors, {"buffer"}), D=2, f=1))
+        taken.start(copy_engine)
+        copy_engine.fence()
+        for tensor in tensors.values() if is_written else ():
+            tensor.zero_()
+        assert taken.ended.wait(20) and taken.error is None
+        cells.append(taken.cells)
+    assert cells[0] and cells[0] == cells[1]
 
 
 def test_a_full_device_is_tried_again_only_now_and_then(monkeypatch):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reft.client.link import rank_group as exchange_module
 from reft.client.link.rank_group import BROADCAST_BYTES, broadcast_ranks
-from reft.client.snapshot.replica_check import find_mismatched, mismatched_names, value_digests
+from reft.client.snapshot.replica_check import CONSTANT_PIECE, find_mismatched, mismatched_names, value_digests
 from reft.client.state.extract.dtensor import Region
 from reft.client.state.tensors import TensorIndex
 from reft.core.layout.cells import divide
@@ -124,6 +124,22 @@ def test_constants_are_marked_whatever_their_type_and_order():
     tensors = {"a": torch.ones(4, 4).t(), "b": torch.arange(4), "c": torch.empty(0), "d": torch.ones(5)[::2]}
     digests = value_digests(TensorIndex(tensors, set()), tensors)
     assert [name for name, digest in digests.items() if digest.startswith(CONSTANT)] == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+def test_a_large_constant_is_one_in_all_its_pieces(dtype):
+    """A piece that repeats another value than the first, and a last element, are differences."""
+    elements = 3 * CONSTANT_PIECE // dtype.itemsize
+    same = torch.full((elements,), 3, dtype=dtype)
+    halves, last = same.clone(), same.clone()
+    halves[elements // 3 :] = 4
+    last[-1] = 4
+    gapped = torch.full((elements // 8, 16), 3, dtype=dtype)[:, :8]
+    digests = digests_of(same=same, halves=halves, last=last, gapped=gapped)
+    assert [name for name, digest in digests.items() if digest.startswith(CONSTANT)] == [
+        "model.0.same",
+        "model.0.gapped",
+    ]
 
 
 @pytest.mark.parametrize(

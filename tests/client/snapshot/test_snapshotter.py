@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -123,6 +124,23 @@ class Rank:
 def rank():
     rank = Rank()
     yield rank
+    rank.snapshots._thread.close()
+    rank.copy_engine.close()
+
+
+@pytest.mark.parametrize("make_engine", [lambda: CpuCopyEngine([]), lambda: CudaCopyEngine(Inline())])
+def test_the_first_snapshots_digest_whole_cells_on_every_engine(make_engine, monkeypatch):
+    rank = Rank(copy_engine=make_engine())
+    rank.snapshots.facts = replace(rank.snapshots.facts, compares_all_until=2)
+    begin, in_whole = rank.copy_engine.begin, []
+
+    def record(order, slot):
+        in_whole.append(order.compares_all)
+        return begin(order, slot)
+
+    monkeypatch.setattr(rank.copy_engine, "begin", record)
+    assert [rank.take(step) for step in (1, 2, 3)] == [(StepAnswer.SEALED, "")] * 3
+    assert in_whole == [True, True, False]
     rank.snapshots._thread.close()
     rank.copy_engine.close()
 
