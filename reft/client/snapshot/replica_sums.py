@@ -29,6 +29,8 @@ ROW_WORDS = 1024
 ROW_BYTES = 8 * ROW_WORDS
 # Both sums of a piece are computed while the piece is in the core's cache.
 PIECE_BYTES = 1 << 20
+# A type that numpy has, for each size of an element.
+SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 STAGED_BYTES = 8 << 20  # device memory for bytes that do not begin at a multiple of a word
 
 
@@ -72,11 +74,20 @@ def pieces_of(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
 
 def _row_major(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
     if tensor.nbytes <= nbytes:
-        yield flat_bytes(tensor.contiguous())
+        yield flat_bytes(tensor.contiguous()) if tensor.device.type != "cpu" else _packed(tensor)
         return
     rows = nbytes // (tensor.nbytes // len(tensor))
     for part in tensor.split(rows) if rows else tensor:
         yield from _row_major(part, nbytes)
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a small tensor on the host, row-major.
+
+    numpy copies them: torch would use its threads for each piece, and wait for all of them.
+    """
+    elements = tensor.view(SAME_SIZE[tensor.element_size()]).numpy()
+    return torch.from_numpy(np.ascontiguousarray(elements).reshape(-1).view(np.uint8))
 
 
 def copy_sums(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> None:
@@ -129,7 +140,9 @@ def _sums(pieces: Iterable[Bytes]) -> Bytes:
     for piece in pieces:
         whole = piece.nbytes // ROW_BYTES * ROW_BYTES
         if whole:
-            words = piece[:whole].view(np.uint64).reshape(-1, ROW_WORDS)
+            # numpy would copy words that begin elsewhere twice, into a buffer for each sum.
+            rows = piece[:whole] if piece.ctypes.data % 8 == 0 else piece[:whole].copy()
+            words = rows.view(np.uint64).reshape(-1, ROW_WORDS)
             row_sums.append(np.add.reduce(words, axis=1))
             column_sums += np.add.reduce(words, axis=0)
         rest = piece[whole:]

@@ -86,6 +86,12 @@ def test_a_tensor_with_gaps_has_the_sums_of_its_elements_in_row_major_order(shap
         assert max(piece.nbytes for piece in pieces_of(tensor, PIECE_BYTES)) <= PIECE_BYTES
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.complex128])
+def test_a_tensor_with_gaps_may_have_any_type(dtype):
+    tensor = torch.randint(0, 2, (90, 700)).to(dtype)[:, ::3]
+    assert tensor_sums(tensor).tolist() == tensor_sums(tensor.contiguous()).tolist()
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(600, 700), (30, 70)])
 def test_parts_without_gaps_of_a_tensor_with_gaps_are_read_in_row_major_order_too(rows, columns):
     tensor = torch.randn(400_000 // rows // columns + 2, 2, rows, columns)[:, 0].transpose(1, 2)
