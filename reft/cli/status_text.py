@@ -44,6 +44,7 @@ def job_lines(job: JobView) -> list[str]:
     lines = wrapped("job     ", f"{job.job}  {name + ', ' if name else ''}{ranks}{every}, up {duration(job.up_s)}")
     lines += wrapped("health  ", f"{job.health.value}  {job.reason}")
     lines += protection_lines(job)
+    lines += memory_lines(job)
     lines += ["", *node_table(job.nodes), "", *rank_table(job.ranks), "", *survival_table(job)]
     return lines
 
@@ -88,6 +89,21 @@ def protection_lines(job: JobView) -> list[str]:
     ]
     if rows:
         lines += ["", *aligned(("REDUNDANCY", "DOMAINS", "SHARDS", "CAN LOSE", "CELLS", "BYTES"), rows, right=1)]
+    return lines
+
+
+def memory_lines(job: JobView) -> list[str]:
+    """Returns lines about the job's memory, now and in a change of shape."""
+    lines = []
+    if job.peak_bytes:
+        held, peak = format_bytes(job.held_bytes), format_bytes(job.peak_bytes)
+        lines += wrapped("memory  ", f"{held} held, at most {peak} in a change of shape.")
+    short = [rank for rank in job.ranks if rank.state == "training" and rank.slots < rank.wanted_slots]
+    if short:
+        which = f"{'rank' if len(short) == 1 else 'ranks'} {spans([rank.rank for rank in short])}"
+        verb = "runs" if len(short) == 1 else "run"
+        few, wanted = min(rank.slots for rank in short), max(rank.wanted_slots for rank in short)
+        lines += wrapped("slots   ", f"{which} {verb} on {few} of {wanted} slots since the layout changed.")
     return lines
 
 

@@ -29,6 +29,7 @@ class RankView:
     """One rank's line.
 
     `state` is training, ended (the session was closed) or gone. A step is None if there is none.
+    `wanted_slots` is 0 if unknown.
     """
 
     rank: int
@@ -40,6 +41,8 @@ class RankView:
     nbytes: int
     pid: int
     trouble: str
+    slots: int
+    wanted_slots: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class JobView:
     degraded_s: float
     mismatched: Sequence[str]
     own: Sequence[tuple[str, Sequence[int]]]
+    held_bytes: int
+    peak_bytes: int
 
 
 def worst(jobs: Sequence[JobView]) -> Health:
@@ -118,7 +123,7 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         status.job, status.named, status.script, status.world, status.every, epoch.counter, status.up_s, status.backing,
         health, reason, whole.step if whole else None, base.step if base else None,
         _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
-        protection, status.degraded_s, mismatched, own,
+        protection, status.degraded_s, mismatched, own, status.held_bytes, status.peak_bytes,
     )  # fmt: skip
 
 
@@ -142,7 +147,7 @@ def _rank_view(entry: pb.RankStatus) -> RankView:
     return RankView(
         entry.rank, entry.node, state, entry.step if entry.step >= 0 else None,
         entry.sealed.step if is_sealed else None, entry.sealed_age_s if is_sealed else None, entry.bytes, entry.pid,
-        entry.trouble,
+        entry.trouble, entry.slots, entry.wanted_slots,
     )  # fmt: skip
 
 
@@ -210,6 +215,8 @@ def _job_document(job: JobView) -> dict[str, Any]:
         "reason": job.reason,
         "whole_step": job.whole,
         "base_step": job.base,
+        "held_bytes": job.held_bytes,
+        "peak_bytes": job.peak_bytes,
         "nodes": [
             {
                 "node": node.node,
@@ -235,6 +242,8 @@ def _job_document(job: JobView) -> dict[str, Any]:
                 "bytes": rank.nbytes,
                 "pid": rank.pid or None,
                 "trouble": rank.trouble or None,
+                "slots": rank.slots,
+                "wanted_slots": rank.wanted_slots or None,
             }
             for rank in job.ranks
         ],

@@ -1,12 +1,21 @@
 """Decides whether an arena fits into memory, before the first page is touched.
 
 A daemon that the kernel kills for lack of memory protects no snapshot.
+
+A change of shape needs new slots beside the base, which must stay until a newer version is whole:
+
+    old slots ──lease──► base + two new slots ──a version of the new slots is whole──► all new slots
+
+Two slots are safe (core/commit/slots.py). More slots only let snapshots overlap. So a rank that
+was to have three slots has, at each moment, at most as many as without the change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+SLOTS_BESIDE_BASE = 2  # slots that a rank begins with while older slots must be held
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,27 @@ def refusal(need_bytes: int, limits: Sequence[MemoryLimit], who: str = "the slot
         f"{who} {format_bytes(need_bytes)}, but {tightest.name} leaves {format_bytes(max(tightest.free_bytes, 0))}.\n"
         f"Fix: {tightest.remedy}"
     )
+
+
+def slots_to_make(wanted: int, fitting: int, holds_older: bool) -> int:
+    """Returns how many slots a lease makes for one rank.
+
+    Args:
+        wanted: the number of slots that the user asked for.
+        fitting: the number of the rank's slots that serve the lease already.
+        holds_older: whether older slots must be held beside the new ones.
+    """
+    return max((min(wanted, SLOTS_BESIDE_BASE) if holds_older else wanted) - fitting, 0)
+
+
+def peak_bytes(slot_bytes: int, wanted: int) -> int:
+    """Returns the most that one rank's slots take in a change of shape.
+
+    Args:
+        slot_bytes: size of one slot; the new slots count as equally large.
+        wanted: the number of slots that the user asked for.
+    """
+    return slot_bytes * max(1 + SLOTS_BESIDE_BASE, wanted)
 
 
 def format_bytes(nbytes: int) -> str:

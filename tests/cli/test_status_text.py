@@ -109,6 +109,7 @@ def test_the_document_is_json_with_the_version_first():
     assert first["ranks"][1] == {
         "rank": 1, "node": "node-a", "state": "training", "step": None, "sealed_step": 40, "age_s": 0.25,
         "bytes": 3 << 20, "pid": 101, "trouble": "full",
+        "slots": 0, "wanted_slots": None,
     }  # fmt: skip
     assert first["nodes"] == [
         {
@@ -162,3 +163,22 @@ def test_only_the_word_of_health_is_coloured():
     assert coloured("health  WARN  step 4 [OK]") == "health  \x1b[33m\x1b[1mWARN\x1b[0m  step 4 [OK]"
     assert marked("health  OK  a[b]") == "health  [bold green]OK[/]  a\\[b]"
     assert coloured("job     OK  x") == "job     OK  x"
+
+
+def test_the_memory_of_a_change_of_shape_is_shown():
+    few = [rank(0, slots=2, wanted_slots=3), rank(1, slots=2, wanted_slots=3), rank(2, slots=3, wanted_slots=3)]
+    status = job(*few, held_bytes=6 << 20, peak_bytes=9 << 20)
+    lines = lines_of(status)
+    assert lines[2:4] == [
+        "memory  6.0 MiB held, at most 9.0 MiB in a change of shape.",
+        "slots   ranks 0-1 run on 2 of 3 slots since the layout changed.",
+    ]
+    document = status_view.document(reply(status), [status_view.job_view(status)], "unix:/s")
+    (found,) = document["jobs"]
+    assert (found["held_bytes"], found["peak_bytes"]) == (6 << 20, 9 << 20)
+    assert [(each["slots"], each["wanted_slots"]) for each in found["ranks"]] == [(2, 3), (2, 3), (3, 3)]
+
+
+def test_slots_of_an_ended_rank_are_not_said_to_be_few():
+    ended = rank(0, slots=2, wanted_slots=3, alive=False, closed=True)
+    assert not any(line.startswith("slots") for line in lines_of(job(ended)))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.budget import MemoryLimit, format_bytes, refusal
+from reft.core.budget import MemoryLimit, format_bytes, peak_bytes, refusal, slots_to_make
 
 GIB = 1 << 30
 MACHINE = MemoryLimit("the machine's free memory", 8 * GIB, "free memory")
@@ -50,3 +50,26 @@ def test_refused_exactly_if_some_limit_is_exceeded(need, free):
 )  # fmt: skip
 def test_size(nbytes, text):
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fitting", "holds_older", "count"),
+    [
+        (3, 0, False, 3),
+        (3, 0, True, 2),
+        (2, 0, True, 2),
+        (16, 0, True, 2),
+        (3, 1, True, 1),
+        (3, 2, True, 0),
+        (3, 3, True, 0),
+        (3, 2, False, 1),
+        (3, 3, False, 0),
+    ],
+)
+def test_a_rank_begins_with_two_slots_while_older_ones_are_held(wanted, fitting, holds_older, count):
+    assert slots_to_make(wanted, fitting, holds_older) == count
+
+
+@pytest.mark.parametrize(("wanted", "slots"), [(2, 3), (3, 3), (5, 5)])
+def test_the_peak_is_the_base_and_two_slots_or_all_wanted_slots(wanted, slots):
+    assert peak_bytes(100, wanted) == 100 * slots

@@ -17,6 +17,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from reft.core.budget import peak_bytes
 from reft.core.commit.round import Round
 from reft.core.commit.version import Epoch
 from reft.errors import StaleEpoch
@@ -88,6 +89,19 @@ class JobRecord:
     @property
     def held_bytes(self) -> int:
         return self.capsule_replication.store.held_bytes + self.slots.held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that this node holds in a change of shape to equally large slots."""
+        peak = self.capsule_replication.store.held_bytes
+        for rank in self.ranks:
+            sizes = [slot.file_bytes for slot in self.slots.current_of_rank(rank)]
+            peak += peak_bytes(max(sizes, default=0), max(len(sizes), self.wanted_slots(rank)))
+        return max(peak, self.held_bytes)
+
+    def wanted_slots(self, rank: int) -> int:
+        """Returns the number of slots that a rank asked for; 0 if unknown."""
+        return self.leases[rank].wanted_slots if rank in self.leases else 0
 
     @property
     def is_live(self) -> bool:

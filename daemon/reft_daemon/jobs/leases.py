@@ -26,6 +26,7 @@ class Lease:
 
     Attributes:
         watch: None once the trainer has ended.
+        wanted_slots: the number of slots that the trainer asked for; 0 if unknown.
     """
 
     process: Process
@@ -35,6 +36,7 @@ class Lease:
     step: int = -1
     trouble: str = ""
     given_slots: set[str] = field(default_factory=set)
+    wanted_slots: int = 0
 
 
 async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, new_pids: Collection[int]) -> None:

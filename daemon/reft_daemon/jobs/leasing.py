@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from reft.core.budget import slots_to_make
 from reft.core.commit.capsules import DIGESTS_MAX
 from reft.errors import AlreadyAttached, AttachError, ConfigError
+from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
@@ -15,7 +17,7 @@ from reft_daemon.jobs import trainers
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
 from reft_daemon.jobs.persistence import save
-from reft_daemon.jobs.slots import fitting_slots, holds_no_version
+from reft_daemon.jobs.slots import fitting_slots, is_superfluous
 
 
 async def lease(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
@@ -36,7 +38,14 @@ async def lease(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
         raise AttachError(
             f"process {request.pid}, started at {request.pid_start}, does not exist: it can't hold a lease.",
         )
-    slots = await job.allocator.run_alone(lambda: slots_for(job, request))
+    return await job.allocator.run_alone(lambda: _lease_alone(job, request, process))
+
+
+async def _lease_alone(job: JobRecord, request: pb.LeaseRequest, process: Process) -> list[SlotFile]:
+    # A newer attach may have come while this lease waited. The ranks of that attach may still read
+    # the slots that this lease would free.
+    job.check_epoch(request.epoch)
+    slots = await slots_for(job, request) if request.slots else []
     # Making slots takes time. Meanwhile a newer attach may have come, or the session may be
     # closed.
     job.check_epoch(request.epoch)
@@ -45,32 +54,48 @@ async def lease(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
     if earlier_lease is None or earlier_lease.watch is None:
         trainers.watch(job, request.rank, Lease(process, request.parent))
         save(job)
-    job.leases[request.rank].given_slots.update(slot.name for slot in slots)
+    lease = job.leases[request.rank]
+    lease.given_slots.update(slot.name for slot in slots)
+    lease.wanted_slots = max(lease.wanted_slots, request.slots)
     return slots
 
 
 async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
-    """Returns slots for a rank; makes them if too few of its slots fit.
+    """Returns slots for a rank; makes those that are missing.
+
+    All ranks have restored the base by now, and other nodes keep its capsules. So slots that
+    nobody needs are freed before new memory is taken. While older slots must stay, the rank gets
+    two slots only; a later lease makes the others.
 
     Raises:
-        NoRoom, AttachError: new slots can't be made; the rank's earlier slots stay.
+        NoRoom, AttachError: new slots can't be made; slots that a trainer may write stay.
     """
-    geometry = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
-    rank_slots = job.slots.current_of_rank(request.rank)
-    headers = {slot.name: header_of(job.id, slot) for slot in rank_slots}
+    rank, geometry = request.rank, Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
+    headers = {slot.name: header_of(job.id, slot) for slot in job.slots.current_of_rank(rank)}
     names = fitting_slots(headers, geometry, request.slots)
-    if names is not None:
-        return [job.slots.current[name] for name in names]
-    for slot in rank_slots:
-        if not job.may_be_written(slot) and holds_no_version(header_of(job.id, slot)):
-            # freed before new memory is taken, since the slot holds no version
-            job.arena.free(job.slots.current.pop(slot.name))
-    new_names = next_names(job.slots.all, request.rank, request.slots)
-    new_slots = await job.allocator.create(request.rank, new_names, geometry, list(request.cpus))
-    # Retired only now: if memory is short, the trainer continues with its old slots.
-    job.slots.retire(job.slots.current_of_rank(request.rank))
+    free_superfluous(job, names if len(names) < request.slots else job.slots.current)
+    holds_older = bool(job.slots.retired) or len(job.slots.current_of_rank(rank)) > len(names)
+    new_names = next_names(job.slots.all, rank, slots_to_make(request.slots, len(names), holds_older))
+    new_slots = await job.allocator.create(rank, new_names, geometry, list(request.cpus)) if new_names else []
+    if len(names) < request.slots:
+        # Retired only now: if memory is short, the trainer continues with its old slots.
+        job.slots.retire(slot for slot in job.slots.current_of_rank(rank) if slot.name not in names)
     job.slots.add(new_slots)
-    return new_slots
+    return [job.slots.current[name] for name in (*names, *new_names)]
+
+
+def free_superfluous(job: JobRecord, kept: Collection[str]) -> None:
+    """Frees the slots that nobody needs or may write, but not those in `kept`.
+
+    No object of a freed slot is left when this function returns: each would hold the memory.
+    """
+    base = messages.decision_from(job.record.decision).base
+    for slots in (job.slots.current, job.slots.retired):
+        for name, slot in list(slots.items()):
+            if name in kept or job.may_be_written(slot):
+                continue
+            if is_superfluous(header_of(job.id, slot), job.epoch, base):
+                job.arena.free(slots.pop(name))
 
 
 # Decisions

@@ -1,6 +1,7 @@
 """The slots of one job here, and which of them are written, leased or freed.
 
 lease ─► current ── a larger layout, or the rank moves ──► retired ── a newer whole step ──► freed
+            └── a change of shape: all but the base's ────────┴── before new slots ──────────► freed
 rebuild ─► drafts ── sealed ──► current, or retired
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reft.core.commit.slots import SlotState
-from reft.core.commit.version import Version
+from reft.core.commit.version import Epoch, Version
 from reft.wire.slot_format import Geometry, Header
 from reft_daemon.arena.arena import TMPFS, WEAKEST_FIRST, SlotFile, fits
 from reft_daemon.jobs.leases import Lease
@@ -97,13 +98,22 @@ def may_be_freed(header: Header | None, whole: Version) -> bool:
     return header is None or header.version is None or header.version.is_older_than(whole)
 
 
-def holds_no_version(header: Header | None) -> bool:
-    """Whether a slot is damaged, or was never written."""
-    return header is None or header.state is SlotState.EMPTY
+def is_superfluous(header: Header | None, epoch: Epoch, base: Version | None) -> bool:
+    """Whether no recovery needs a slot, once all ranks have restored the base.
+
+    The base is needed until a newer version is whole, and versions of the epoch may become whole.
+
+    Args:
+        header: of the slot; None if the slot is damaged.
+        epoch: the epoch that the attach began.
+        base: the version that the attach restored; None for a fresh start.
+    """
+    version = header.version if header else None
+    return version is None or (version.epoch != epoch and version != base)
 
 
-def fitting_slots(headers: Mapping[str, Header | None], wanted: Geometry, count: int) -> list[str] | None:
-    """Returns the names of slots that serve a lease; None if too few fit.
+def fitting_slots(headers: Mapping[str, Header | None], wanted: Geometry, count: int) -> list[str]:
+    """Returns the names of the slots that serve a lease, at most `count`.
 
     Args:
         headers: name → header of each current slot of the rank; None for a damaged slot.
@@ -111,4 +121,4 @@ def fitting_slots(headers: Mapping[str, Header | None], wanted: Geometry, count:
         count: the number of slots that the rank needs.
     """
     names = [name for name, header in headers.items() if header is not None and fits(header.geometry, wanted)]
-    return names[:count] if len(names) >= count else None
+    return names[:count]

@@ -359,6 +359,8 @@ class DaemonService(pb_grpc.DaemonServicer):
             if isinstance(reply, pb.StatusReply) and reply.jobs:
                 status.ranks.extend(reply.jobs[0].ranks)
                 status.whole = max(status.whole, reply.jobs[0].whole)
+                status.held_bytes += reply.jobs[0].held_bytes
+                status.peak_bytes += reply.jobs[0].peak_bytes
                 merge_signals(status, reply.jobs[0])
             else:
                 status.silent_nodes.append(node.name)
@@ -469,6 +471,7 @@ def _status(job: JobRecord, node: str) -> pb.JobStatus:
         ranks=[_rank_status(job, rank, node) for rank in job.ranks],
         degraded=job.degraded.is_degraded, degraded_s=job.degraded.seconds,
         mismatched=sorted(job.round.outcome.mismatched) if job.round else [],
+        held_bytes=job.held_bytes, peak_bytes=job.peak_bytes,
     )  # fmt: skip
     if job.record.HasField("decision"):
         status.epoch.CopyFrom(job.record.decision.epoch)
@@ -485,6 +488,8 @@ def _rank_status(job: JobRecord, rank: int, node: str) -> pb.RankStatus:
         node=node,
         step=lease.step if lease else -1,
         bytes=sum(slot.file_bytes for slot in job.slots.of_rank(rank)),
+        slots=len(job.slots.current_of_rank(rank)),
+        wanted_slots=job.wanted_slots(rank),
     )
     if lease:
         status.alive, status.closed = lease.watch is not None, lease.closed

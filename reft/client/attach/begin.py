@@ -116,7 +116,7 @@ def make_snapshotter(
         state.host,
         engine,
         reporter,
-        RankSlots(list(slots), leases, rank),
+        RankSlots(list(slots), leases, rank, settings.slots),
         history,
     )
 

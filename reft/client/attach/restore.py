@@ -2,8 +2,9 @@
 
 registration   every rank: this process is the rank's trainer; an error ends the registration
 restore        every rank: the base's slots ─► live tensors and host state
-lease          one rank a node: the base's capsules go to their holders again;
-               every rank: slots for the next snapshots, every page touched
+lease          one rank a node: the base's capsules go to their holders again; then
+               every rank: slots for the next snapshots, every page touched. The daemon frees
+               slots of older versions for them
 """
 
 from __future__ import annotations
@@ -169,11 +170,16 @@ def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, 
     """
     data_bytes = plan.placement.rank_placement(context.rank).data_bytes
 
-    def act() -> list[MappedSlot]:
+    def secure() -> None:
         if introduction.is_leader and plan.base is not None:
             epoch = messages.epoch_to(plan.decision.epoch)
             introduction.daemon.call("Secure", pb.SecureRequest(job=introduction.job.id, epoch=epoch))
-        return leases.lease(data_bytes, len(introduction.state.table))
 
+    # On all nodes before the first lease: the daemons free older versions then.
+    together(context.rank_group, secure)
     all_bytes = data_bytes * context.settings.slots * context.rank_group.world
-    return together(context.rank_group, act, extra_s=all_bytes / ALLOCATION_BYTES_PER_S)
+    return together(
+        context.rank_group,
+        lambda: leases.lease(data_bytes, len(introduction.state.table)),
+        extra_s=all_bytes / ALLOCATION_BYTES_PER_S,
+    )

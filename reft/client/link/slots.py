@@ -6,6 +6,7 @@ import logging
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,8 @@ class SlotLeases:
     def lease(self, data_bytes: int, table_bytes: int) -> list[MappedSlot]:
         """Returns mapped slots of this size with every page touched.
 
-        Blocks until the daemon has made the memory.
+        Blocks until the daemon has made the memory. While the daemon must hold older slots, these
+        are fewer than the settings ask for: see `lease_further`.
 
         Args:
             data_bytes: bytes of data in each slot; SPARE_DATA is added.
@@ -73,29 +75,42 @@ class SlotLeases:
         Raises:
             NoRoom: the slots don't fit into memory.
         """
-        request = self._request(
-            self.settings.slots, align(data_bytes + SPARE_DATA, PAGE), align(table_bytes + SPARE_TABLE, PAGE)
-        )
-        reply = self._call(request)
-        slots = self.take([slot.name for slot in reply.slots], keeps=reply.backing == "memfd")
+        return self._lease(align(data_bytes + SPARE_DATA, PAGE), align(table_bytes + SPARE_TABLE, PAGE), [])
+
+    def lease_further(self, mapped: Sequence[MappedSlot]) -> list[MappedSlot]:
+        """Returns the slots that are missing beside the mapped ones, as large as these.
+
+        Raises:
+            NoRoom: the slots don't fit into memory.
+        """
+        geometries = [slot.map.header.geometry for slot in mapped]
+        data_bytes = min(geometry.data_capacity for geometry in geometries)
+        return self._lease(data_bytes, min(geometry.table_capacity for geometry in geometries), mapped)
+
+    def _lease(self, data_bytes: int, table_bytes: int, mapped: Sequence[MappedSlot]) -> list[MappedSlot]:
+        reply = self._call(self._request(self.settings.slots, data_bytes, table_bytes))
+        known = {slot.name for slot in mapped}
+        names = [slot.name for slot in reply.slots if slot.name not in known]
+        slots = self.take(names, keeps=reply.backing == "memfd", first=len(mapped)) if names else []
         for slot in slots:
             slot.touch()
             if self.pins_for is not None:
                 slot.register(self.pins_for)
         return slots
 
-    def take(self, names: list[str], keeps: bool = False) -> list[MappedSlot]:
+    def take(self, names: list[str], keeps: bool = False, first: int = 0) -> list[MappedSlot]:
         """Maps slots of this rank.
 
         Args:
             names: names of the slots in the daemon's arena.
             keeps: whether the descriptors stay open until the slots are closed.
+            first: index of the first of them among this rank's slots.
         """
         request = pb.SlotsRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=names)
         descriptors = local_socket.ask_slots(self.socket_path, request, [], self.settings.attach_deadline_s)
         return [
             MappedSlot.open(i, name, descriptor, os.fstat(descriptor).st_size, keeps)
-            for i, (name, descriptor) in enumerate(zip(names, descriptors, strict=True))
+            for i, (name, descriptor) in enumerate(zip(names, descriptors, strict=True), first)
         ]
 
     def give_back(self, slots: list[MappedSlot]) -> None:

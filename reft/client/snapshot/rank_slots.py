@@ -3,6 +3,11 @@
     all fit ──► choose: the reuse rule (core/commit/slots.py), among slots that nobody writes
     else    ──► a thread leases larger slots; no snapshot until they are there
 
+    too few, and one holds a whole version of this epoch ──► a thread leases the others, while
+                                                             snapshots go on
+
+Too few slots were leased while the daemon had to hold older ones (core/budget.py).
+
 No call waits for another process, but `give_back`.
 """
 
@@ -27,14 +32,19 @@ class RankSlots:
         slots: the slots that attach has leased.
         leases: leases larger ones.
         rank: named in the log.
+        wanted: the number of slots that the user asked for.
     """
 
-    def __init__(self, slots: list[MappedSlot], leases: SlotLeases, rank: int) -> None:
+    def __init__(self, slots: list[MappedSlot], leases: SlotLeases, rank: int, wanted: int) -> None:
         self._slots = slots
         self._leases = leases
         self._rank = rank
+        self._wanted = wanted
+        self._missing = wanted - len(slots)  # 0 once a thread has tried to lease them
         self._thread: threading.Thread | None = None  # leases larger slots
         self._larger: list[MappedSlot] | None = None
+        self._further_thread: threading.Thread | None = None  # leases the missing slots
+        self._further: list[MappedSlot] = []
         # They stay mapped: the copy engine may hold views of them until the process ends.
         self._earlier: list[MappedSlot] = []
 
@@ -46,21 +56,50 @@ class RankSlots:
         """Size of a chunk, the same in each slot."""
         return self._slots[0].map.header.geometry.chunk_bytes
 
-    def prepare(self, plan: SavePlan) -> bool:
-        """Tells whether the slots are large enough; if not, leases larger ones in a thread."""
+    def prepare(self, plan: SavePlan, whole: Version | None) -> bool:
+        """Tells whether the slots are large enough; leases larger or missing ones in a thread.
+
+        Args:
+            plan: what the next slot must hold.
+            whole: the newest version that this rank knows to be whole.
+        """
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             if self._larger is not None:
                 self._earlier += self._slots
                 self._slots, self._larger = self._larger, None
+                self._missing = self._wanted - len(self._slots)
+        if self._further_thread is not None and not self._further_thread.is_alive():
+            self._further_thread = None
+            self._slots, self._further = [*self._slots, *self._further], []
         if self._thread is not None:
             # Even if the old slots fit: the daemon frees them once larger ones are made.
             return False
         if self._fits(plan):
+            self._complete(whole)
             return True
+        if self._further_thread is not None:
+            return False
         self._thread = threading.Thread(target=self._lease, args=(plan,), name="reft-lease", daemon=True)
         self._thread.start()
         return False
+
+    def _complete(self, whole: Version | None) -> None:
+        """Leases the missing slots once the daemon needs no older ones; see the module."""
+        if self._missing <= 0 or whole is None or whole.epoch != self._leases.epoch:
+            return
+        if any(slot.view().version == whole for slot in self._slots):
+            self._missing = 0
+            self._further_thread = threading.Thread(target=self._lease_further, name="reft-lease", daemon=True)
+            self._further_thread.start()
+
+    def _lease_further(self) -> None:
+        try:
+            self._further = self._leases.lease_further(self._slots)
+        except Exception as error:
+            # If it is not this thread, the session was closed meanwhile.
+            if self._further_thread is threading.current_thread():
+                log.warning("rank %d goes on with %d of %d slots: %s", self._rank, len(self), self._wanted, error)
 
     def _fits(self, plan: SavePlan) -> bool:
         geometries = [slot.map.header.geometry for slot in self._slots]
@@ -113,9 +152,9 @@ class RankSlots:
 
     def forget_lease(self) -> None:
         """Ignores slots that are still being made, because the session ends."""
-        self._thread = None
+        self._thread = self._further_thread = None
 
     def unmap(self) -> None:
         """Closes the slots. The daemon keeps them."""
-        for slot in (*self._slots, *self._earlier, *(self._larger or ())):
+        for slot in (*self._slots, *self._earlier, *(self._larger or ()), *self._further):
             slot.close()

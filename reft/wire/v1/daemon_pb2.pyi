@@ -579,7 +579,7 @@ class StatusRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., deep: bool = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "node", "alive", "closed", "step", "sealed", "sealed_age_s", "bytes", "trouble", "pid")
+    __slots__ = ("rank", "node", "alive", "closed", "step", "sealed", "sealed_age_s", "bytes", "trouble", "pid", "slots", "wanted_slots")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
@@ -590,6 +590,8 @@ class RankStatus(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     node: str
     alive: bool
@@ -600,10 +602,12 @@ class RankStatus(_message.Message):
     bytes: int
     trouble: str
     pid: int
-    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    slots: int
+    wanted_slots: int
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ..., slots: _Optional[int] = ..., wanted_slots: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "signals")
+    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "held_bytes", "peak_bytes", "signals")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -619,6 +623,8 @@ class JobStatus(_message.Message):
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_S_FIELD_NUMBER: _ClassVar[int]
     MISMATCHED_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
     SIGNALS_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
@@ -635,8 +641,10 @@ class JobStatus(_message.Message):
     degraded: bool
     degraded_s: float
     mismatched: _containers.RepeatedScalarFieldContainer[int]
+    held_bytes: int
+    peak_bytes: int
     signals: _containers.RepeatedCompositeFieldContainer[NodeSignal]
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes")

@@ -46,6 +46,8 @@ class FakeLeases:
 class OtherFails:
     """A rank group of two ranks; the act of the other rank fails."""
 
+    rank, world = 1, 2
+
     def gather_or_raise(self, act, extra_s=0.0, deadline_s=None):
         act()
         raise AttachError("rank 1 could not attach")
@@ -126,3 +128,11 @@ def test_one_rank_a_node_secures_the_capsules_of_the_base(rank, is_fresh, called
     assert [method for method, _ in calls] == called
     assert all(request.epoch.counter == 2 for _, request in calls)
     assert leases.acts == [(plan.placement.rank_placement(rank).data_bytes, len(introduced.state.table))]
+
+
+def test_no_rank_leases_before_the_capsules_of_the_base_are_secured_everywhere():
+    """A lease lets the daemon free older versions. The base may need the capsules that are sent."""
+    leases = FakeLeases()
+    with pytest.raises(AttachError, match="rank 1"):
+        lease(replace(context(rank=1), rank_group=OtherFails()), introduction("aa", rank=1), planned("aa"), leases)
+    assert leases.acts == []

@@ -98,7 +98,7 @@ class Rank:
         division = divide({layout.digest: layout}, [layout.digest] * 3)
         self.placement = place(division, range(3), "aec", 1, 4096)
         self.copy_engine, self.reporter = copy_engine or CpuCopyEngine([]), FakeReporter()
-        self.slots = RankSlots(FakeSlots(3, self.placement.rank_placement(0).data_bytes).slots, None, 0)
+        self.slots = RankSlots(FakeSlots(3, self.placement.rank_placement(0).data_bytes).slots, None, 0, wanted=3)
         self.snapshots = Snapshotter(
             SnapshotFacts(0, NEW, self.placement, 0, Failpoints()), base,
             SavePlanner(self.tracked, self.placement, 0, self.copy_engine.parity_tiling),

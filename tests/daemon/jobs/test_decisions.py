@@ -15,15 +15,17 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.jobs.epochs import base_manifest, is_new, next_record
 from reft_daemon.jobs.leases import Lease
 from reft_daemon.jobs.leasing import check_request, check_trainer
-from reft_daemon.jobs.slots import fitting_slots, holds_no_version, may_be_freed, may_be_written
+from reft_daemon.jobs.slots import fitting_slots, is_superfluous, may_be_freed, may_be_written
 from tests.support.jobs import epoch_of
 
 ALIVE = object()  # stands for the watch of a living process
 SMALL, LARGE = Geometry(4096, 4096, 4096), Geometry(4096, 3 * 4096, 4096)
 
 
-def header(state: SlotState = SlotState.SEALED, step: int | None = 1, geometry: Geometry = SMALL) -> Header:
-    return Header(geometry, "job", 0, state, None if step is None else Version(epoch_of(1), step))
+def header(
+    state: SlotState = SlotState.SEALED, step: int | None = 1, geometry: Geometry = SMALL, epoch: int = 1
+) -> Header:
+    return Header(geometry, "job", 0, state, None if step is None else Version(epoch_of(epoch), step))
 
 
 EMPTY, WRITING, SEALED = header(SlotState.EMPTY, None), header(SlotState.WRITING), header()
@@ -64,11 +66,26 @@ def test_a_slot_of_an_earlier_epoch_goes_once_the_new_epoch_has_a_whole_version(
     assert may_be_freed(header(step=9), Version(epoch_of(2), 1))
 
 
+BASE = Version(epoch_of(1), 5)
+
+
 @pytest.mark.parametrize(
-    ("slot_header", "holds_none"), [(None, True), (EMPTY, True), (WRITING, False), (SEALED, False)]
+    ("slot_header", "base", "is_needless"),
+    [
+        (None, BASE, True),
+        (EMPTY, BASE, True),
+        (header(step=4), BASE, True),
+        (header(step=6), BASE, True),
+        (header(step=5), BASE, False),
+        (header(step=5), Version(epoch_of(2), 5), True),
+        (header(step=5), None, True),
+        (header(step=5, epoch=3), BASE, False),
+        (header(SlotState.WRITING, step=6, epoch=3), BASE, False),
+        (header(step=6, epoch=3), None, False),
+    ],
 )
-def test_a_damaged_or_empty_slot_holds_no_version(slot_header, holds_none):
-    assert holds_no_version(slot_header) is holds_none
+def test_the_base_and_versions_of_the_new_epoch_are_needed(slot_header, base, is_needless):
+    assert is_superfluous(slot_header, epoch_of(3), base) is is_needless
 
 
 @pytest.mark.parametrize(
@@ -76,15 +93,15 @@ def test_a_damaged_or_empty_slot_holds_no_version(slot_header, holds_none):
     [
         ({"a": SEALED, "b": EMPTY}, SMALL, 2, ["a", "b"]),
         ({"a": SEALED, "b": EMPTY, "c": SEALED}, SMALL, 2, ["a", "b"]),
-        ({"a": SEALED, "b": None}, SMALL, 2, None),
+        ({"a": SEALED, "b": None}, SMALL, 2, ["a"]),
         ({"a": SEALED, "b": None, "c": EMPTY}, SMALL, 2, ["a", "c"]),
-        ({"a": SEALED, "b": EMPTY}, LARGE, 2, None),
+        ({"a": SEALED, "b": EMPTY}, LARGE, 2, []),
         ({"a": header(geometry=LARGE), "b": header(geometry=LARGE)}, SMALL, 2, ["a", "b"]),
         ({}, SMALL, 0, []),
-        ({}, SMALL, 1, None),
+        ({}, SMALL, 1, []),
     ],
 )
-def test_slots_are_leased_again_if_enough_of_them_fit(headers, wanted, count, names):
+def test_slots_that_fit_are_leased_again(headers, wanted, count, names):
     assert fitting_slots(headers, wanted, count) == names
 
 

@@ -87,7 +87,9 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
         one, _ = await leasing.lease(job, lease_request(1))
         write(one.map, Version(epoch_of(1), 1), nbytes=4096)
         trainers.release(job, release_request(1))
-        epochs.decide(job, decide_request(2), [])
+        from_one = decide_request(2)
+        from_one.decision.base.CopyFrom(messages.version_to(Version(epoch_of(1), 1)))
+        epochs.decide(job, from_one, [])
         larger = lease_request(2)
         larger.data_bytes = 3 * 4096
         await leasing.lease(job, larger)
