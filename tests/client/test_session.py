@@ -15,6 +15,7 @@ from reft import errors
 from reft.client.memory import streaming
 from reft.client.session import _finish_at_exit
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
+from reft.config import Config
 from reft.core.pipeline.pacing import Tier
 from reft.wire import timeline_socket
 from tests.client.attach.test_run import make
@@ -492,3 +493,33 @@ def test_without_marks_an_average_one_step_behind_is_logged(attach, caplog):
         step_once(model, optimizer)
         average.update_parameters(model)
     assert "no step is marked: a snapshot holds average as they are when optimizer.step returns" in caplog.text
+
+
+def test_the_third_slot_joins_during_training_after_a_change_of_slots(attach, shared_daemon):
+    """Slots with chunks of another size do not fit, like those of another shape."""
+
+    def rank():
+        return shared_daemon.status(session._window.snapshots.reporter.facts.job).ranks[0]
+
+    model, optimizer = make()
+    session = attach(model, optimizer, config=Config(chunk_bytes=1 << 20))
+    train(session, model, optimizer)
+    assert session.seal(timeout=60)
+    at, before = session.step, rank()
+    model, optimizer = make()
+    session = attach(model, optimizer, config=Config(chunk_bytes=1 << 16))
+    assert session.step == at and (rank().slots, rank().wanted_slots) == (2, 3)
+    assert rank().bytes <= before.bytes, "the base and two new slots"
+    for _ in session.steps(at + 500):
+        step_once(model, optimizer)
+        session.seal(timeout=60)
+        if len(session._window.snapshots.slots) == 3:
+            break
+    assert rank().slots == 3 and rank().bytes <= before.bytes
+    expected, at = state_bytes(model, optimizer), session.step
+    session.step_end()
+    assert session.seal(timeout=60)
+    model, optimizer = make()
+    session = attach(model, optimizer, config=Config(chunk_bytes=1 << 16))
+    assert session.step == at + 1 and state_bytes(model, optimizer) == expected
+    assert (rank().slots, rank().bytes <= before.bytes) == (3, True)

@@ -74,14 +74,23 @@ async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
     headers = {slot.name: header_of(job.id, slot) for slot in job.slots.current_of_rank(rank)}
     names = fitting_slots(headers, geometry, request.slots)
     free_superfluous(job, names if len(names) < request.slots else job.slots.current)
-    holds_older = bool(job.slots.retired) or len(job.slots.current_of_rank(rank)) > len(names)
-    new_names = next_names(job.slots.all, rank, slots_to_make(request.slots, len(names), holds_older))
+    missing = slots_to_make(request.slots, len(names), holds_older(job, rank, names))
+    new_names = next_names(job.slots.all, rank, missing)
     new_slots = await job.allocator.create(rank, new_names, geometry, list(request.cpus)) if new_names else []
     if len(names) < request.slots:
         # Retired only now: if memory is short, the trainer continues with its old slots.
         job.slots.retire(slot for slot in job.slots.current_of_rank(rank) if slot.name not in names)
     job.slots.add(new_slots)
     return [job.slots.current[name] for name in (*names, *new_names)]
+
+
+def holds_older(job: JobRecord, rank: int, fitting: Collection[str]) -> bool:
+    """Whether older slots of the rank, or retired slots of the base, are held."""
+    if any(slot.name not in fitting for slot in job.slots.of_rank(rank)):
+        return True
+    base = messages.decision_from(job.record.decision).base
+    headers = (header_of(job.id, slot) for slot in job.slots.retired.values())
+    return base is not None and any(header is not None and header.version == base for header in headers)
 
 
 def free_superfluous(job: JobRecord, kept: Collection[str]) -> None:

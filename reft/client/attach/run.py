@@ -11,7 +11,7 @@
     decide      one rank a node: store the decision, before any rank loads
     open, load  every rank: register as trainer, slots ─► live tensors
                 (after a damaged slot: back to inventory, without that slot)
-    lease       one rank a node: store the base's capsules with their holders again;
+    lease       one rank a node: store the base's capsules with their holders again; once all did,
                 every rank: slots for the next snapshots, every page touched
     begin       host state, random generators last; if a node of the base was lost, take the first
                 snapshot now

@@ -170,6 +170,13 @@ def test_the_slots_of_a_living_trainer_stay(daemon, trainer):
     assert len(new) == 2 and set(job.headers()) == {*old, *new}
 
 
+def test_older_slots_of_another_rank_here_take_no_slot_from_a_rank(daemon, trainer):
+    job = Job([(daemon, [0, 1])]).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1))
+    job.lease(0, trainer.pid, data_bytes=LARGE)
+    assert len(job.lease(1, slots=3)) == 3
+
+
 def test_a_client_maps_only_the_slot_that_it_lacks(daemon):
     job = reshaped(trained(daemon, [0]), [0])
     own = local_socket.Caller(Process(os.getpid(), stat_of(os.getpid()).start), 0)
