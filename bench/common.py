@@ -163,9 +163,9 @@ class Mapped:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        with tempfile.TemporaryFile(dir=SHM) as file:
-            os.ftruncate(file.fileno(), self.nbytes)
-            pages = mmap.mmap(file.fileno(), self.nbytes)
+        self.file = tempfile.TemporaryFile(dir=SHM)
+        os.ftruncate(self.file.fileno(), self.nbytes)
+        pages = mmap.mmap(self.file.fileno(), self.nbytes)
         pages.madvise(_POPULATE_WRITE)
         memory = np.frombuffer(pages, np.uint8)
         self.pairs, offset = [], 0
@@ -379,12 +379,17 @@ def process(command: Sequence[str], log: Path, environment: dict[str, str]) -> I
 
 
 @contextmanager
-def daemon() -> Iterator[tuple[str, int]]:
-    """Yields address and pid of a new daemon. At the end it and its files are removed."""
+def daemon(node: str = "bench", *more: str) -> Iterator[tuple[str, int]]:
+    """Yields address and pid of a new daemon. At the end it and its files are removed.
+
+    Args:
+        node: the node's name.
+        more: further flags.
+    """
     with folder() as home, folder(SHM) as slots:
         flags = [
             "--node",
-            "bench",
+            node,
             "--socket",
             str(home / "d.sock"),
             "--dir",
@@ -392,6 +397,7 @@ def daemon() -> Iterator[tuple[str, int]]:
             "--purge",
             "--idle-exit",
             "120",
+            *more,
         ]
         with process([sys.executable, "-m", "reft_daemon", *flags], home / "log", {}) as started:
             end = time.monotonic() + 30
