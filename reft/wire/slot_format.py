@@ -35,8 +35,10 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -60,6 +62,8 @@ DIGEST_KIND_XXH3_64: Final = 1
 # capsule digest, data bytes
 HEADER: Final = struct.Struct("<8sHHQBBI64sQ16sQ16sIQQQQQQQ")
 CHECKSUM: Final = struct.Struct("<Q")
+
+BUFFERS_MAX: Final = 1024  # buffers of one call of preadv, on Linux
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -218,6 +222,8 @@ class SlotMap:
         FormatError: the bytes are no slot.
     """
 
+    is_mapped = True  # whether `data` has the slot's bytes; False if only `read` gives them
+
     def __init__(self, slot: Bytes, file: int | None = None) -> None:
         self._slot = slot
         self._file = file
@@ -249,8 +255,8 @@ class SlotMap:
         geometry = self.header.geometry
         return self._slot[geometry.digests_offset :][: 8 * geometry.chunks].view("<u8")
 
-    def read(self, begin: int, out: Bytes) -> None:
-        """Copies the data from `begin` on into uint8 [n].
+    def read(self, begin: int, *outs: Bytes) -> None:
+        """Copies the data from `begin` on into each uint8 [n] in turn.
 
         It reads the file if there is one. Reading the file maps no page. If the memory of a page
         has failed, reading gives an error; touching it would end the process.
@@ -259,18 +265,24 @@ class SlotMap:
             FormatError: the file ends too early, or can't be read.
         """
         if self._file is None:
-            np.copyto(out, self.data[begin : begin + out.nbytes])
+            for out in outs:
+                np.copyto(out, self.data[begin : begin + out.nbytes])
+                begin += out.nbytes
             return
-        done, offset = 0, self.header.geometry.data_offset + begin
-        while done < out.nbytes:
+        offset, rest = self.header.geometry.data_offset + begin, deque(out.data for out in outs)
+        while rest:
             try:
-                count = os.preadv(self._file, [out[done:].data], offset + done)
+                count = os.preadv(self._file, list(islice(rest, BUFFERS_MAX)), offset)
             except OSError as error:
-                where = f"byte {offset + done} of rank {self.header.rank}'s slot"
+                where = f"byte {offset} of rank {self.header.rank}'s slot"
                 raise FormatError(f"{where} can't be read: {error}.") from error
-            if not count:
-                raise FormatError(f"the file of rank {self.header.rank}'s slot ends after {offset + done} bytes.")
-            done += count
+            if not count and rest[0]:
+                raise FormatError(f"the file of rank {self.header.rank}'s slot ends after {offset} bytes.")
+            offset += count
+            while rest and len(rest[0]) <= count:
+                count -= len(rest.popleft())
+            if count:
+                rest[0] = rest[0][count:]
 
     def chunk(self, index: int) -> Bytes:
         """Returns the bytes of one chunk of the version in the slot."""
