@@ -14,7 +14,7 @@ from reft.cli.status_text import aligned, spans, wrapped
 from reft.core.budget import format_bytes
 from reft.core.coding.placement import Placement
 from reft.core.commit.version import Version
-from reft.core.recovery import rebuild, recovery
+from reft.core.recovery import rebuild_plan, recovery
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.status.health import Health
 from reft.core.text import counted, every, more
@@ -173,7 +173,8 @@ def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
                 tuple(ranks),
                 _holds(job_survey, node.id),
                 tuple(
-                    _cell(job_survey, plan, placement, cost) for cost in rebuild.costs(placement, plan.sources, ranks)
+                    _cell(job_survey, plan, placement, cost)
+                    for cost in rebuild_plan.costs(placement, plan.sources, ranks)
                 ),
                 tuple(capsules),
                 sum(placement.rank_placement(rank).data_bytes for rank in ranks),
@@ -182,7 +183,7 @@ def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
     return lost_nodes
 
 
-def _cell(job_survey: JobSurvey, plan: RecoveryPlan, placement: Placement, cost: rebuild.RebuildCost) -> CellView:
+def _cell(job_survey: JobSurvey, plan: RecoveryPlan, placement: Placement, cost: rebuild_plan.RebuildCost) -> CellView:
     read: dict[str, int] = {}
     for rank, nbytes in cost.read.items():
         name = job_survey.names[plan.sources[rank].node]

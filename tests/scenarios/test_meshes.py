@@ -18,8 +18,12 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from reft.client.memory.huge_pages import HugePageBuffer
-from reft.client.restore.load import load, load_unreplicated
-from reft.client.restore.load_plan import LoadSizes
+from reft.client.restore.decode import StripeDecoder
+from reft.client.restore.executor import LiveTarget
+from reft.client.restore.load import LoadReport, chunk_verifier, load
+from reft.client.restore.slot_reader import SlotReader
+from reft.client.restore.tensor_view import FlatTensorView
+from reft.client.restore.verify import PeerMessages
 from reft.client.state.extract.dtensor import region_of
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.parameters import NamedParameter, ParameterNames
@@ -28,13 +32,16 @@ from reft.core.coding.placement import Placement, place
 from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
 from reft.core.layout.cells import divide
-from reft.core.layout.layout import Layout, Leaf, pack
+from reft.core.layout.layout import Leaf, align, pack
+from reft.core.layout.regions import RegionCopy
 from reft.core.layout.symbolic import symbolic_form
+from reft.core.recovery.plan import SlotReaders, TransferPlan, cell_name, cells_near, same_shape_needs
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, plan
+from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
+from tests.support.loads import CLEAN, SMALL
 from tests.support.shards import VERSION, Postbox, Tensors, alike, make_slot, on_all
 
 CHUNK = 4096
-SMALL = LoadSizes(piece=4096, group=32 << 10, groups=2, window=16 << 10, ahead=8 << 10)
 KINDS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "SGD, plain": lambda p: torch.optim.SGD(p, 0.1),
     "Adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True), "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
@@ -140,31 +147,59 @@ def jobs(draw):
     )
 
 
+def target_of(placement: Placement, rank: int, tensors: Tensors) -> LiveTarget:
+    """Returns a rank's live memory: its cells, then its unreplicated leaves."""
+    division = placement.division
+    leaves, places, offsets, end = list[Leaf](), list[int](), dict[str, int](), 0
+    for number in division.cells_of[division.layout_of[rank]]:
+        cell = division.cells[number]
+        offsets[cell_name(number)] = end
+        leaves += cell.leaves
+        places += [end + offset for offset in cell.offsets]
+        end = align(end + cell.nbytes)
+    own = placement.rank_placement(rank).unreplicated
+    for leaf, at in zip(own.leaves, own.offsets, strict=True):
+        offsets[leaf.name] = end + at
+    leaves += own.leaves
+    places += [end + at for at in own.offsets]
+    absent = {leaf.name for leaf in leaves} - tensors.keys()
+    return LiveTarget(FlatTensorView(leaves, places, tensors, absent), offsets)
+
+
 def read_back(
     placement: Placement, ranks: list[Rank], fresh: list[Rank], lost: set[int], slots: list[Any]
 ) -> list[Any]:
     """Restores all ranks, each in a thread; returns the result of each load."""
     box = Postbox()
-    have = frozenset(range(len(ranks))) - lost
     saved = [rank.extractor.capture("optimizer.0", rank.optimizer, rank.names) for rank in ranks]
     held = [rank.bind() for rank in ranks]
     made = [new.restored(old_index.leaves(), tree) for new, old_index, tree in zip(fresh, held, saved, strict=True)]
+    nodes: dict[str, list[int]] = {}
+    for rank, domain in enumerate(placement.domains):
+        nodes.setdefault(f"n{domain}", []).append(rank)
+    sources = {rank: f"n{domain}" for rank, domain in enumerate(placement.domains) if rank not in lost}
+    readers = SlotReaders.of(sources, nodes, len(ranks))
 
-    def one(rank: int) -> tuple[int, ...]:
-        lost_digests = {old: slots[old].digests[: slots[old].chunks].copy() for old in lost}
-        mine = {rank: slots[rank]} if rank in have else {}
-        absent = {leaf.name for index in placement.division.cells_of[placement.division.layout_of[rank]]
-                  for leaf in placement.division.cells[index].leaves} - made[rank].keys()  # fmt: skip
-        result = load(
-            box.of(rank), placement, rank, have, {old: old for old in have}, mine, made[rank], absent, lost_digests,
-            lambda chunk: None, SMALL,
-        )  # fmt: skip
+    def one(rank: int) -> LoadReport:
         part = placement.rank_placement(rank)
-        offsets = tuple(part.unreplicated_offset + offset for offset in part.unreplicated.offsets)
-        if rank in have:
-            assert load_unreplicated(
-                slots[rank], Layout(part.unreplicated.leaves, offsets, part.data_bytes), made[rank], lambda _: None
-            )
+        needs = same_shape_needs(placement, cells_near(placement, readers, rank), SMALL)
+        for leaf, at in zip(part.unreplicated.leaves, part.unreplicated.offsets, strict=True):
+            location = PieceLocation(PieceSource.SLOT, rank, part.unreplicated_offset + at)
+            if leaf.nbytes:
+                needs.append(PieceTransfer(leaf.name, leaf.nbytes, location, RegionCopy(0, 0, leaf.nbytes), (rank,)))
+        transfers = TransferPlan(needs, placement, readers, lost, has_live_cells=True, sizes=SMALL)
+        near = {old for old in transfers.owners if old not in lost and readers.is_near(old, rank)}
+        read = {
+            old: SlotReader(slots[old], placement.rank_placement(old).data_bytes, lambda chunk: None) for old in near
+        }
+        digests = {old: slots[old].digests[: slots[old].chunks].tobytes() for old in lost & {rank}}
+        verifiers = {old: chunk_verifier(placement, old, table) for old, table in digests.items()}
+        decoder = StripeDecoder()
+        target = target_of(placement, rank, made[rank])
+        peers = PeerMessages(box.of(rank), rank)
+        result = load(
+            transfers.operations(rank), SMALL, placement.chunk_bytes, peers, read, target, decoder, verifiers=verifiers
+        )
         with torch.no_grad():  # inline leaves travel in the capsule
             for name in placement.division.inline_leaves[placement.division.layout_of[rank]]:
                 if name in made[rank]:
@@ -221,7 +256,7 @@ def test_a_restored_job_has_the_saved_state_and_trains_on(job):
     assert not is_alone
 
     fresh = [Rank(wholes, mesh, place, kind, 9) for place in places]
-    assert read_back(placement, ranks, fresh, lost, slots) == [()] * len(ranks)
+    assert read_back(placement, ranks, fresh, lost, slots) == [CLEAN] * len(ranks)
     for old, new in zip(ranks, fresh, strict=True):
         assert alike(old.tensors(), new.tensors(), list(old.tensors()))
         for rank in (old, new):

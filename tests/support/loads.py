@@ -9,18 +9,24 @@ import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
-import numpy as np
 import torch
 
-from reft.client.restore.decode import Decoder
-from reft.client.restore.load import load
-from reft.client.restore.load_plan import LoadSizes
+from reft.client.restore.decode import StripeDecoder
+from reft.client.restore.executor import LiveTarget
+from reft.client.restore.load import LoadReport, chunk_verifier, load
+from reft.client.restore.slot_reader import SlotReader
+from reft.client.restore.tensor_view import FlatTensorView
+from reft.client.restore.transport import Transport
+from reft.client.restore.verify import PeerMessages
 from reft.core.coding.placement import Placement
+from reft.core.layout.layout import Leaf, align
+from reft.core.recovery.plan import SlotReaders, TransferPlan, TransferSizes, cell_name, cells_near, same_shape_needs
 from reft.wire.slot_format import SlotMap
 from tests.support.shards import Postbox, Tensors, alike, make_slot, on_all, placed
 
 CHUNK = 4096
-SMALL = LoadSizes(piece=4096, group=32 << 10, groups=2, window=16 << 10, ahead=8 << 10)
+SMALL = TransferSizes(piece=4096, band=32 << 10, window=16 << 10, ahead=8 << 10)
+CLEAN = LoadReport()
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -67,6 +73,7 @@ class Job:
     """A job with its slots. All ranks have the same `tensors`, or each has its own in `ranks`.
 
     Attributes:
+        nodes: node → its ranks when the slots were written: one node for each domain.
         live: the tensors of each rank to load into.
         decoder: makes each rank's decoder.
     """
@@ -75,34 +82,75 @@ class Job:
                  domains: Any = None) -> None:  # fmt: skip
         self.world = world
         self.ranks: list[Tensors] = ranks or [tensors or mixed()] * world
-        self.placement: Placement = placed(self.ranks, domains or list(range(world)), scheme, tolerate, CHUNK)
+        self.domains: list[int] = domains or list(range(world))
+        self.nodes: dict[str, list[int]] = {}
+        for rank, domain in enumerate(self.domains):
+            self.nodes.setdefault(f"node{domain}", []).append(rank)
+        self.placement: Placement = placed(self.ranks, self.domains, scheme, tolerate, CHUNK)
         self.slots: list[SlotMap] = [make_slot(self.placement, rank, self.ranks[rank]) for rank in range(world)]
         self.live = [blank(tensors) for tensors in self.ranks]
-        self.decoder: Callable[[], Decoder] = Decoder
+        self.decoder: Callable[[], StripeDecoder] = StripeDecoder
 
-    def digests(self, rank: int) -> np.ndarray:
+    def digests(self, rank: int) -> bytes:
         slot = self.slots[rank]
-        return slot.digests[: slot.chunks].copy()
+        return slot.digests[: slot.chunks].tobytes()
 
-    def load(self, lost: Collection[int] = (), readers: Any = None, sizes: LoadSizes = SMALL, box: Postbox | None = None,
-             at_chunk: Any = lambda rank, chunk: None, digests: Any = None) -> list[tuple[int, ...] | Exception]:  # fmt: skip
-        """Loads on all ranks, each in a thread, without the lost slots.
+    def plan(
+        self, rank: int, lost: Collection[int] = (), nodes: Any = None, sizes: TransferSizes = SMALL
+    ) -> TransferPlan:
+        """Returns a rank's plan; ranks run where their slots lie, or as `nodes` says."""
+        sources = {old: f"node{self.domains[old]}" for old in range(self.world) if old not in lost}
+        readers = SlotReaders.of(sources, nodes or self.nodes, self.world)
+        needs = same_shape_needs(self.placement, cells_near(self.placement, readers, rank), sizes)
+        return TransferPlan(needs, self.placement, readers, lost, has_live_cells=True, sizes=sizes)
 
-        Returns each rank's result.
-        """
+    def load(self, lost: Collection[int] = (), nodes: Any = None, sizes: TransferSizes = SMALL, box: Postbox | None = None,
+             at_chunk: Any = lambda rank, chunk: None, digests: Any = None, absent: Collection[str] = (),
+             unopened: Collection[int] = ()) -> list[LoadReport | Exception]:  # fmt: skip
+        """Loads on all ranks, each in a thread, without the lost slots; returns all results."""
         box = box or Postbox()
-        have = frozenset(range(self.world)) - frozenset(lost)
-        reader_of = {old: old for old in have} | (readers or {})
+        return on_all(
+            self.world,
+            lambda rank: self.load_rank(rank, box.of(rank), lost, nodes, sizes, at_chunk, digests, absent, unopened),
+        )
 
-        def one(rank: int) -> tuple[int, ...]:
-            mine = {old: self.slots[old] for old in have if reader_of[old] == rank}
-            table = {old: self.digests(old) for old in lost} if digests is None else digests
-            return load(
-                box.of(rank), self.placement, rank, have, reader_of, mine, self.live[rank], (), table,
-                lambda chunk: at_chunk(rank, chunk), sizes, self.decoder(),
-            )  # fmt: skip
+    def load_rank(self, rank: int, transport: Transport, lost: Collection[int] = (), nodes: Any = None,
+                  sizes: TransferSizes = SMALL, at_chunk: Any = lambda rank, chunk: None, digests: Any = None,
+                  absent: Collection[str] = (), unopened: Collection[int] = ()) -> LoadReport:  # fmt: skip
+        """Loads on one rank; the other ranks must load too.
 
-        return on_all(self.world, one)
+        Args:
+            unopened: old ranks whose slots could not be opened, and are not known as lost.
+        """
+        plan = self.plan(rank, lost, nodes, sizes)
+        slots = {
+            old: SlotReader(
+                self.slots[old],
+                self.placement.rank_placement(old).unreplicated_offset,
+                lambda chunk: at_chunk(rank, chunk),
+            )
+            for old in plan.owners
+            if old not in {*lost, *unopened} and plan.readers.is_near(old, rank)
+        }
+        table = (digests or {}).get(rank) or self.digests(rank)
+        verifiers = {rank: chunk_verifier(self.placement, rank, table)} if rank in lost else {}
+        decoder = self.decoder()
+        target = self.target(rank, decoder, absent)
+        peers = PeerMessages(transport, rank)
+        return load(plan.operations(rank), sizes, CHUNK, peers, slots, target, decoder, verifiers=verifiers)
+
+    def target(self, rank: int, decoder: StripeDecoder, absent: Collection[str] = ()) -> LiveTarget:
+        """Returns a rank's live memory, cell after cell."""
+        division = self.placement.division
+        leaves, places, offsets, end = list[Leaf](), list[int](), {}, 0
+        for number in division.cells_of[division.layout_of[rank]]:
+            cell = division.cells[number]
+            offsets[cell_name(number)] = end
+            leaves += cell.leaves
+            places += [end + offset for offset in cell.offsets]
+            end = align(end + cell.nbytes)
+        copies, device = decoder.begin(), getattr(decoder, "device", None)
+        return LiveTarget(FlatTensorView(leaves, places, self.live[rank], absent, copies, device), offsets)
 
     def cell_names(self, rank: int) -> list[str]:
         division = self.placement.division
@@ -124,5 +172,5 @@ def every_loss(job: Job, f: int) -> None:
     for count in range(f + 1):
         for lost in itertools.combinations(range(job.world), count):
             job.live = [blank(tensors) for tensors in job.ranks]
-            assert job.load(lost) == [()] * job.world, f"lost {lost}"
+            assert job.load(lost) == [CLEAN] * job.world, f"lost {lost}"
             assert job.is_whole(), f"lost {lost}"

@@ -116,14 +116,22 @@ class Postbox:
     Args:
         deadline_s: how long a side waits for the other one.
         reached: called with (sender, receiver) when a message is sent; may raise.
+        on_way: called with (sender, receiver, bytes) of each message that arrives; may change the
+            bytes.
     """
 
-    def __init__(self, deadline_s: float = 20.0, reached: Callable[[int, int], None] = lambda a, b: None) -> None:
+    def __init__(
+        self,
+        deadline_s: float = 20.0,
+        reached: Callable[[int, int], None] = lambda a, b: None,
+        on_way: Callable[[int, int, np.ndarray], None] = lambda a, b, data: None,
+    ) -> None:
         self.deadline_s = deadline_s
         self.reached = reached
+        self.on_way = on_way
         self.lock = threading.Lock()
         self.waiting: dict[tuple[int, int, int, bool], deque[_Message]] = {}
-        self.sent_bytes: dict[tuple[int, int], int] = {}
+        self.sent_bytes: dict[tuple[int, int], int] = {}  # by (sender, receiver)
         # (rank, peer) → (sender, tag) in the order of posting
         self.posted: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
@@ -142,6 +150,7 @@ class Postbox:
                 source, target = (mine, other) if is_send else (other, mine)
                 assert source.data.nbytes == target.data.nbytes, "the two sides disagree on a message"
                 target.data[:] = source.data
+                self.on_way(sender, receiver, target.data)
                 mine.done.set()
                 other.done.set()
             else:
@@ -161,6 +170,8 @@ class _Message:
 
 
 class _Box:
+    name = "memory"
+
     def __init__(self, office: Postbox, rank: int) -> None:
         self.office, self.rank = office, rank
 

@@ -138,12 +138,12 @@ def shaped_restore(
         tensor_index=state.tensor_index,
         host=state.host,
         buffer=buffer,
+        decoder=decoder_for(state.device, context.settings.parity_scratch_bytes),
     )
     if plan.is_reshaped:
         return ReshardRestore(restore_context, leaves_by_rank(before), leaves_by_rank(plan.manifest), before.mismatched)
     layouts, index = layouts_of(before)
-    decoder = decoder_for(state.device, context.settings.parity_scratch_bytes)
-    return Restore(restore_context, layouts[index[context.rank]].leaves, decoder)
+    return Restore(restore_context, layouts[index[context.rank]].leaves)
 
 
 def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, damaged: Sequence[int]) -> None:

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from reft.core.coding.erasure import ArrayOperations
+from reft.core.coding.erasure import ArrayFunctions
 
-TORCH = ArrayOperations(torch.bitwise_xor, torch.Tensor.copy_)
+TORCH = ArrayFunctions(torch.bitwise_xor, torch.Tensor.copy_)

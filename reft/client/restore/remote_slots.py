@@ -1,4 +1,4 @@
-"""The slots and capsules that a restore reads: mapped on this node, copied from other nodes."""
+"""The slots and capsules that a restore reads: mapped on this node, streamed from other nodes."""
 
 from __future__ import annotations
 
@@ -66,19 +66,20 @@ class RemoteSlots:
     nodes: Mapping[str, pb.Node]
     deadline_s: float
 
-    def slot(self, source: HeldSlot) -> SlotMap:
-        """Returns a copy of a slot on another node.
+    def slot(self, source: HeldSlot, channel: grpc.Channel) -> SlotMap:
+        """Returns a slot on another node, without its data: reading the data asks that node.
 
         Raises:
             FormatError: the slot is damaged or missing.
             RestoreError: the other node's daemon did not return the slot.
         """
         headers = np.zeros(2 * PAGE, np.uint8)
-        self._read_into(source, headers)
+        self.read(source, channel, 0, headers)
         geometry = best_header(headers).geometry
+        # The pages of the data stay untouched, so they take no memory.
         buffer = np.frombuffer(mmap.mmap(-1, geometry.file_bytes), np.uint8)
-        self._read_into(source, buffer)
-        return SlotMap(buffer)
+        self.read(source, channel, 0, buffer[: geometry.data_offset])
+        return RemoteSlotMap(buffer, self, source, channel)
 
     def capsule(self, node: str, rank: int, version: Version) -> pb.CapsuleRecord:
         """Returns a capsule that a node keeps.
@@ -90,8 +91,8 @@ class RemoteSlots:
         request = pb.CapsuleRequest(
             job=self.job, rank=rank, version=messages.version_to(version), node=self._remote_node(node)
         )
-        with self._stub(node, rank) as stub:
-            record: pb.CapsuleRecord = stub.FetchCapsule(request, timeout=self.deadline_s)
+        with rpc.channel(self.address) as channel, self._errors(node, rank):
+            record: pb.CapsuleRecord = pb_grpc.DaemonStub(channel).FetchCapsule(request, timeout=self.deadline_s)
         return record
 
     def earlier(self, plan: RecoveryPlan, rank: int) -> Iterator[bytes]:
@@ -100,45 +101,81 @@ class RemoteSlots:
             with contextlib.suppress(FormatError, RestoreError):
                 yield self.capsule(node, rank, version).capsule
 
-    def _read_into(self, source: HeldSlot, buffer: Bytes) -> None:
-        """Fills `buffer` with the slot's first bytes."""
+    def read(self, source: HeldSlot, channel: grpc.Channel, offset: int, *outs: Bytes) -> None:
+        """Fills each of `outs` in turn with bytes of a slot's file.
+
+        The bytes come in a stream, within the deadline of one call. A caller reads a few MiB at a
+        time, so a node that stops sending is found within the deadline.
+
+        Raises:
+            FormatError: the slot is damaged or missing.
+            RestoreError: the other node's daemon did not return the bytes.
+        """
         assert source.version is not None, "a slot without a version cannot be read"
+        size = sum(out.nbytes for out in outs)
         request = pb.ReadRequest(
             job=self.job,
             slot=source.slot,
             version=messages.version_to(source.version),
-            offset=0,
-            size=buffer.nbytes,
+            offset=offset,
+            size=size,
             node=self._remote_node(source.node),
         )
-        at = 0
-        with self._stub(source.node, source.rank) as stub:
-            for chunk in stub.Read(request, timeout=self.deadline_s + buffer.nbytes / REMOTE_BYTES_PER_S):
-                buffer[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
-                at += len(chunk.data)
-        if at != buffer.nbytes:
-            raise FormatError(f"slot {source.slot} on node {source.node} gave {at} of {buffer.nbytes} bytes.")
+        targets, arrived = [out for out in outs if out.nbytes], 0
+        with self._errors(source.node, source.rank):
+            stub = pb_grpc.DaemonStub(channel)
+            for chunk in stub.Read(request, timeout=self.deadline_s + size / REMOTE_BYTES_PER_S):
+                data = np.frombuffer(chunk.data, np.uint8)
+                arrived += data.nbytes
+                while data.nbytes and targets:
+                    n = min(data.nbytes, targets[0].nbytes)
+                    targets[0][:n] = data[:n]
+                    targets[0], data = targets[0][n:], data[n:]
+                    if not targets[0].nbytes:
+                        targets.pop(0)
+        if arrived != size:
+            raise FormatError(f"slot {source.slot} on node {source.node} gave {arrived} of {size} bytes.")
 
     def _remote_node(self, node: str) -> pb.Node | None:
         """Returns the node that this node's daemon shall ask; None: this node itself."""
         return None if node == self.own else self.nodes[node]
 
     @contextlib.contextmanager
-    def _stub(self, node: str, rank: int) -> Iterator[pb_grpc.DaemonStub]:
-        with rpc.channel(self.address) as channel:
-            try:
-                yield pb_grpc.DaemonStub(channel)
-            except grpc.RpcError as error:
-                name = self.nodes[node].name if node in self.nodes else node
-                kind = FormatError if error.code() in _LOST else RestoreError
-                raise kind(
-                    f"the data of rank {rank} on node {name} cannot be read: {rpc.error_of(error, self.address)}"
-                ) from error
+    def _errors(self, node: str, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            name = self.nodes[node].name if node in self.nodes else node
+            kind = FormatError if error.code() in _LOST else RestoreError
+            raise kind(
+                f"the data of rank {rank} on node {name} cannot be read: {rpc.error_of(error, self.address)}"
+            ) from error
+
+
+class RemoteSlotMap(SlotMap):
+    """A slot on another node: headers, table, digests and capsule are here, data are read there.
+
+    Args:
+        slot: all bytes of the slot's file; those of the data are never used.
+        remote: reads the slot.
+        source: the slot.
+        channel: to this node's daemon; open while the slot is read.
+    """
+
+    is_mapped = False
+
+    def __init__(self, slot: Bytes, remote: RemoteSlots, source: HeldSlot, channel: grpc.Channel) -> None:
+        super().__init__(slot)
+        self._remote, self._source, self._channel = remote, source, channel
+
+    def read(self, begin: int, *outs: Bytes) -> None:
+        """Fills each of `outs` in turn with the data from `begin` on; see `RemoteSlots.read`."""
+        self._remote.read(self._source, self._channel, self.header.geometry.data_offset + begin, *outs)
 
 
 @dataclass(frozen=True)
 class SlotOpener:
-    """Opens the slots and capsules that this rank reads, and closes the mapped slots.
+    """Opens the slots and capsules that this rank reads, and closes them.
 
     Args:
         leases: maps slots of this node.
@@ -148,6 +185,7 @@ class SlotOpener:
     leases: SlotLeases
     remote: RemoteSlots
     _mapped: list[MappedSlot] = field(default_factory=list)
+    _channels: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def slot(self, source: HeldSlot) -> SlotMap:
         """Returns a slot; its descriptor stays open until `close`.
@@ -157,9 +195,12 @@ class SlotOpener:
             RestoreError: the other node's daemon did not return the slot.
         """
         if source.node != self.remote.own:
-            return self.remote.slot(source)
-        self._mapped.extend(self.leases.take([source.slot], keeps=True))
-        return self._mapped[-1].map
+            return self.remote.slot(source, self._channels.enter_context(rpc.channel(self.remote.address)))
+        slot = self.leases.take([source.slot], keeps=True)[0]
+        self._mapped.append(slot)
+        if self.leases.pins_for is not None:
+            slot.register(self.leases.pins_for)
+        return slot.map
 
     def capsule(self, plan: RecoveryPlan, old: int) -> pb.CapsuleRecord:
         """Returns the capsule, at the plan's base, of an old rank that lost its slot.
@@ -172,6 +213,7 @@ class SlotOpener:
         return self.remote.capsule(held.node, old, held.version)
 
     def close(self) -> None:
-        """Closes the mapped slots."""
+        """Closes the mapped slots, and the channels to slots on other nodes."""
         for slot in self._mapped:
             slot.close()
+        self._channels.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,34 +21,26 @@ import torch
 from reft.client.link.exchange import gather
 from reft.client.link.rank_group import RankGroup
 from reft.client.restore import host_state_resharding
-from reft.client.restore.executor import PeerMessages
+from reft.client.restore.executor import LiveTarget
 from reft.client.restore.host_state_resharding import HostStateResharding
+from reft.client.restore.load import LoadReport, chunk_verifier, load
 from reft.client.restore.materialize import live_tensors
 from reft.client.restore.remote_slots import remote_read_s
-from reft.client.restore.reshard_decode import ChunkVerifier
-from reft.client.restore.reshard_executor import ReshardExecutor
 from reft.client.restore.reshard_match import leaves_elsewhere, match_leaves, parts_to_publish
-from reft.client.restore.run import (
-    CapsuleFacts,
-    LoadReport,
-    OpenReport,
-    RestoreContext,
-    RestoreResult,
-    Samples,
-    samples_of,
-)
+from reft.client.restore.run import CapsuleFacts, OpenReport, RestoreContext, RestoreResult, Samples, samples_of
+from reft.client.restore.slot_reader import AtChunk
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
-from reft.client.restore.verified_slot import AtChunk, VerifiedSlotReader
+from reft.client.restore.verify import PeerMessages
 from reft.client.snapshot.replica_check import capsule_digests, earlier_digests
 from reft.client.state import serialization
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.regather import ReshardPlan, TransferSizes, readers_of
+from reft.core.recovery.plan import TransferPlan, TransferSizes, is_made
 from reft.core.recovery.shard_matching import ShardMatch
 from reft.core.text import more
 from reft.errors import FormatError
 from reft.wire import capsule_format
-from reft.wire.slot_format import SlotMap
+from reft.wire.slot_format import Bytes, SlotMap
 
 Tree = Mapping[str, Any]
 DEFAULT_SIZES = TransferSizes()
@@ -83,7 +74,7 @@ class _MatchedState:
     Attributes:
         old_ranks: what this rank opened, by old rank.
         wanted: the leaves of this rank.
-        reshard_plan: the transfers of all ranks.
+        transfer_plan: the transfers of all ranks.
         tree: the host state of this rank.
         lists: see `HostStateResharding`.
         lines: messages for the user; the same on all ranks.
@@ -91,7 +82,7 @@ class _MatchedState:
 
     old_ranks: Mapping[int, _OldRank]
     wanted: Sequence[Leaf]
-    reshard_plan: ReshardPlan
+    transfer_plan: TransferPlan
     tree: Tree
     lists: Mapping[str, Sequence[Any]]
     lines: tuple[str, ...]
@@ -122,19 +113,6 @@ class ReshardRestore:
     mismatched: Sequence[str]
     sizes: TransferSizes = DEFAULT_SIZES
 
-    @cached_property
-    def readers(self) -> dict[int, int]:
-        """Old rank → the new rank that reads its slot."""
-        return readers_of(self.context.slot_nodes, self.context.nodes, self.world)
-
-    @cached_property
-    def keepers(self) -> dict[int, int]:
-        """Old rank → its keeper, a new rank.
-
-        The keeper has the old rank's capsule, and decodes the old rank's slot if that is lost.
-        """
-        return {old: self.readers.get(old, old % self.world) for old in range(len(self.before))}
-
     @property
     def world(self) -> int:
         """The number of new ranks."""
@@ -142,8 +120,8 @@ class ReshardRestore:
 
     @property
     def remote_read_s(self) -> float:
-        """How much longer `open` may take because slots lie on other nodes, in seconds."""
-        return remote_read_s(self.context.plan.sources, self.readers, self.context.nodes)
+        """How much longer `load` may take because slots lie on other nodes, in seconds."""
+        return remote_read_s(self.context.plan.sources, self.context.readers.reader_of, self.context.nodes)
 
     # open
 
@@ -151,7 +129,7 @@ class ReshardRestore:
         """Opens the slots and capsules that this rank keeps."""
         old_ranks: dict[int, _OldRank] = {}
         damaged = []
-        for old, keeper in self.keepers.items():
+        for old, keeper in self.context.readers.keeper_of.items():
             if keeper == self.context.rank:
                 try:
                     old_ranks[old] = self._open_one(old)
@@ -200,15 +178,18 @@ class ReshardRestore:
         values = {digest: capsule_format.decode(data) for each in published for digest, data in each.values.items()}
         resharding = self._host_state(old_ranks, facts, values)
         tree = resharding.tree(facts[0].step, facts[0].marked)
-        node_of_rank = {rank: node for node, ranks in context.nodes.items() for rank in ranks}
-        nodes = [node_of_rank[rank] for rank in range(self.world)]
-        reshard_plan = ReshardPlan(shard_match.needs, context.placement, self.readers, self.keepers, nodes, self.sizes)
+        lost = [
+            old
+            for old in range(len(self.before))
+            if old not in context.plan.sources and is_made(context.placement, old)
+        ]
+        transfer_plan = TransferPlan(shard_match.needs, context.placement, context.readers, lost, sizes=self.sizes)
         lines = (*resharding.lines, *_own_leaves(shard_match))
-        return _MatchedState(old_ranks, wanted[context.rank], reshard_plan, tree, resharding.lists, lines)
+        return _MatchedState(old_ranks, wanted[context.rank], transfer_plan, tree, resharding.lists, lines)
 
     def _publish(self, old_ranks: Mapping[int, _OldRank], facts: Mapping[int, CapsuleFacts]) -> _PublishedState:
         values = {}
-        for old, part in parts_to_publish(facts, self.keepers, self.world, self.context.rank):
+        for old, part in parts_to_publish(facts, self.context.readers.keeper_of, self.world, self.context.rank):
             value = host_state_resharding.parts(old_ranks[old].tree)[part]
             values[facts[old].digests[part]] = capsule_format.encode(value)
         return _PublishedState(values)
@@ -252,38 +233,38 @@ class ReshardRestore:
         transport: Transport | None,
         at_chunk: AtChunk,
     ) -> LoadReport:
-        """Fills the live tensors; reports damaged slots and wrongly decoded chunks."""
-        layout = pack(matched.wanted)
-        slots = {
-            old: VerifiedSlotReader(each.slot, each.end, at_chunk)
-            for old, each in matched.old_ranks.items()
-            if each.slot is not None
-        }
-        verifiers = {
-            old: self._verifier(old, each.lost_digests)
-            for old, each in matched.old_ranks.items()
-            if each.slot is None and matched.reshard_plan.is_rebuilt(old)
-        }
-        ReshardExecutor(
-            peers=PeerMessages(transport, self.context.rank),
-            reshard_plan=matched.reshard_plan,
-            slots=slots,
-            inline_leaves={old: each.tree["riders"] for old, each in matched.old_ranks.items()},
-            verifiers=verifiers,
-            flat_view=FlatTensorView(layout.leaves, layout.offsets, tensors),
-            offsets={leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)},
-            is_pinned=any(tensor.device.type == "cuda" for tensor in tensors.values()),
-        ).run()
-        wrong_chunks = {old: verifier.finish() for old, verifier in verifiers.items()}
-        return LoadReport(
-            damaged=tuple(old for old, source in slots.items() if source.is_bad),
-            wrong={old: chunks[0] for old, chunks in wrong_chunks.items() if chunks},
+        """Fills the live tensors; reports damaged slots and faults."""
+        context, plan, layout = self.context, matched.transfer_plan, pack(matched.wanted)
+        opened = {old: each.slot for old, each in matched.old_ranks.items() if each.slot is not None}
+        slots, damaged = context.near_slots(plan.owners, opened, lambda old: self._data_end(matched, old), at_chunk)
+        flat_view = FlatTensorView(layout.leaves, layout.offsets, tensors, copies=context.decoder.begin())
+        offsets = {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)}
+        report = load(
+            plan.operations(context.rank),
+            self.sizes,
+            context.placement.chunk_bytes,
+            PeerMessages(transport, context.rank),
+            slots,
+            LiveTarget(flat_view, offsets),
+            context.decoder,
+            {old: self._inline_leaves(plan, old, each.tree) for old, each in matched.old_ranks.items()},
+            {
+                old: chunk_verifier(context.placement, old, each.lost_digests)
+                for old, each in matched.old_ranks.items()
+                if old in plan.lost and old in plan.owners
+            },
         )
+        return LoadReport(tuple(sorted({*damaged, *report.damaged})), report.faults)
 
-    def _verifier(self, old: int, digests: bytes) -> ChunkVerifier:
-        part = self.context.placement.rank_placement(old)
-        end = max((block.offset + block.nbytes for block in part.blocks[: part.data_blocks]), default=0)
-        return ChunkVerifier(np.frombuffer(digests, "<u8"), self.context.placement.chunk_bytes, end)
+    def _data_end(self, matched: _MatchedState, old: int) -> int:
+        """Returns the end of the data to read in an old rank's slot."""
+        if old in matched.old_ranks:
+            return matched.old_ranks[old].end
+        return self.context.placement.rank_placement(old).unreplicated_offset
+
+    def _inline_leaves(self, plan: TransferPlan, old: int, tree: Tree) -> Bytes:
+        names = [name for name, _, _ in plan.inline_extents(old)]
+        return np.frombuffer(bytearray(b"".join(tree["riders"][name] for name in names)), np.uint8)
 
     def finish(self, matched: _MatchedState, tensors: Mapping[str, torch.Tensor]) -> RestoreResult:
         """Restores host state; inline leaves came with the messages."""

@@ -10,32 +10,46 @@ finish  inline leaves and host state from the capsule
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 
 from reft.client.link.rank_group import RankGroup
-from reft.client.restore.decode import Decoder
-from reft.client.restore.load import load, load_unreplicated
+from reft.client.restore.device_copies import DeviceCopier
+from reft.client.restore.executor import LiveTarget
+from reft.client.restore.load import LoadReport, chunk_verifier, load
 from reft.client.restore.materialize import live_tensors
 from reft.client.restore.remote_slots import remote_read_s
-from reft.client.restore.run import LoadReport, OpenReport, RestoreContext, RestoreResult, Samples, samples_of
+from reft.client.restore.run import OpenReport, RestoreContext, RestoreResult, Samples, samples_of
+from reft.client.restore.slot_reader import AtChunk, SlotReader
+from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
-from reft.client.restore.verified_slot import AtChunk
+from reft.client.restore.verify import PeerMessages
 from reft.client.snapshot.replica_check import capsule_digests, earlier_digests
 from reft.client.state import serialization
 from reft.client.state.tensors import leaf_of
-from reft.core.layout.layout import Layout, Leaf
-from reft.core.recovery.gather import assign_readers
+from reft.core.layout.layout import Layout, Leaf, align
+from reft.core.layout.regions import RegionCopy
+from reft.core.recovery.plan import (
+    SlotReaders,
+    TransferOperation,
+    TransferPlan,
+    TransferSizes,
+    cell_name,
+    cells_near,
+    same_shape_needs,
+)
+from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
 from reft.errors import FormatError
 from reft.wire.messages import places_from, table_from
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 
 NO_LEAVES = Layout((), (), 0)
+DEFAULT_SIZES = TransferSizes()
 
 
 @dataclass(frozen=True)
@@ -47,14 +61,14 @@ class _OwnState:
         leaves: the leaves that this rank had.
         slot: the rank's slot; None if it is lost.
         unreplicated: the leaves that only the slot has.
-        lost_digests: the digests of the lost slot's chunks.
+        lost_digests: the digests of the lost slot's chunks; empty if the slot is not lost.
     """
 
     tree: Mapping[str, Any] = field(default_factory=dict)
     leaves: tuple[Leaf, ...] = ()
     slot: SlotMap | None = None
     unreplicated: Layout = NO_LEAVES
-    lost_digests: np.ndarray | None = None
+    lost_digests: bytes = b""
 
     @property
     def without_cell_bytes(self) -> frozenset[str]:
@@ -77,23 +91,26 @@ class Restore:
     Args:
         context: what every restore needs.
         predicted: the leaves that this rank had when the base's epoch began.
-        decoder: decodes lost shards.
+        sizes: sizes of messages and buffers.
     """
 
     context: RestoreContext
     predicted: tuple[Leaf, ...]
-    decoder: Decoder
+    sizes: TransferSizes = DEFAULT_SIZES
 
     @property
     def remote_read_s(self) -> float:
-        """How much longer `open` may take because slots lie on other nodes, in seconds."""
-        return remote_read_s(self.context.plan.sources, self._readers(), self.context.nodes)
+        """How much longer `load` may take because slots lie on other nodes, in seconds."""
+        sources, nodes = self.context.plan.sources, self.context.nodes
+        # A rank that has moved reads unreplicated leaves from the slot on its earlier node.
+        own = remote_read_s(sources, {old: old for old in sources}, nodes)
+        return own + remote_read_s(sources, self.context.readers.reader_of, nodes)
 
     def open(self) -> tuple[_OpenedSlots, OpenReport]:
         """Opens the slots that this rank reads, and its own slot or capsule."""
         context, damaged = self.context, set()
         slots: dict[int, SlotMap] = {}
-        for old, reader in self._readers().items():
+        for old, reader in context.readers.reader_of.items():
             if reader == context.rank:
                 try:
                     slots[old] = context.opener.slot(context.plan.sources[old])
@@ -126,30 +143,69 @@ class Restore:
         transport: Transport | None,
         at_chunk: AtChunk,
     ) -> LoadReport:
-        """Fills the live tensors; reports the ranks whose slots are damaged.
-
-        Raises:
-            RestoreError: decoded bytes differ from those of the lost rank.
-        """
+        """Fills the live tensors; reports the ranks whose slots are damaged."""
         context, own = self.context, opened.own
-        damaged = set(
-            load(
-                transport=transport,
-                placement=context.placement,
-                rank=context.rank,
-                have=frozenset(context.plan.sources),
-                reader_of=self._readers(),
-                slots=opened.slots,
-                tensors=tensors,
-                absent=own.without_cell_bytes,
-                lost_digests={} if own.lost_digests is None else {context.rank: own.lost_digests},
-                at_chunk=at_chunk,
-                decoder=self.decoder,
-            )
+        readers, placement, rank = context.readers, context.placement, context.rank
+        needs = same_shape_needs(placement, cells_near(placement, readers, rank), self.sizes)
+        lost = [old for old in range(len(placement.domains)) if old not in context.plan.sources]
+        plan = TransferPlan(needs, placement, readers, lost, has_live_cells=True, sizes=self.sizes)
+        slots, damaged = context.near_slots(plan.owners, opened.slots, self._data_end, at_chunk)
+        operations: Iterable[TransferOperation] = plan.operations(rank)
+        if own.slot is not None and own.unreplicated.leaves:
+            slots[rank] = SlotReader(own.slot, own.unreplicated.data_bytes, at_chunk)
+            operations = chain(operations, self._own_plan(own.unreplicated).operations(rank))
+        verifiers = {rank: chunk_verifier(placement, rank, own.lost_digests)} if rank in lost else {}
+        target = self._target(own, tensors, context.decoder.begin())
+        report = load(
+            operations,
+            self.sizes,
+            placement.chunk_bytes,
+            PeerMessages(transport, rank),
+            slots,
+            target,
+            context.decoder,
+            verifiers=verifiers,
         )
-        if own.slot is not None and not load_unreplicated(own.slot, own.unreplicated, tensors, at_chunk):
-            damaged.add(context.rank)
-        return LoadReport(tuple(sorted(damaged)))
+        return LoadReport(tuple(sorted({*damaged, *report.damaged})), report.faults)
+
+    def _data_end(self, old: int) -> int:
+        return self.context.placement.rank_placement(old).unreplicated_offset
+
+    def _own_plan(self, unreplicated: Layout) -> TransferPlan:
+        """Returns the plan for this rank's unreplicated leaves: the rank reads its own slot."""
+        rank, readers = self.context.rank, self.context.readers
+        needs = [
+            PieceTransfer(
+                leaf.name,
+                leaf.nbytes,
+                PieceLocation(PieceSource.SLOT, rank, at),
+                RegionCopy(0, 0, leaf.nbytes),
+                (rank,),
+            )
+            for leaf, at in zip(unreplicated.leaves, unreplicated.offsets, strict=True)
+            if leaf.nbytes
+        ]
+        own = SlotReaders({rank: rank}, {}, {rank: ""}, readers.node_of_rank)
+        return TransferPlan(needs, self.context.placement, own, sizes=self.sizes)
+
+    def _target(self, own: _OwnState, tensors: Mapping[str, torch.Tensor], copies: DeviceCopier) -> LiveTarget:
+        """Returns this rank's live memory: cells, then unreplicated leaves."""
+        placement = self.context.placement
+        leaves, at, offsets, end = list[Leaf](), list[int](), dict[str, int](), 0
+        for number in placement.division.cells_of[placement.division.layout_of[self.context.rank]]:
+            cell = placement.division.cells[number]
+            offsets[cell_name(number)] = end
+            for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
+                if leaf.name not in own.without_cell_bytes:
+                    leaves.append(leaf)
+                    at.append(end + offset)
+            end = align(end + cell.nbytes)
+        for leaf in own.unreplicated.leaves:
+            offsets[leaf.name] = end
+            leaves.append(leaf)
+            at.append(end)
+            end = align(end + leaf.nbytes)
+        return LiveTarget(FlatTensorView(leaves, at, tensors, copies=copies), offsets)
 
     def finish(self, opened: _OpenedSlots, tensors: Mapping[str, torch.Tensor]) -> RestoreResult:
         """Restores inline leaves and host state from the capsule."""
@@ -163,9 +219,6 @@ class Restore:
                 target.copy_(source.as_strided(target.shape, leaf_of(name, target, False).stride))
         self.context.host.restore(tree)
         return RestoreResult(tree=tree)
-
-    def _readers(self) -> dict[int, int]:
-        return assign_readers(self.context.slot_nodes, self.context.nodes)
 
     def _samples(self, tree: Mapping[str, Any]) -> Samples:
         if not tree.get("compared"):
@@ -186,7 +239,7 @@ class Restore:
             tree = serialization.decode(record.capsule)
             absent = set(tree["absent"])
             leaves = tuple(leaf for leaf in self.predicted if leaf.name not in absent)
-            return _OwnState(tree, leaves, lost_digests=np.frombuffer(record.digests, "<u8"))
+            return _OwnState(tree, leaves, lost_digests=record.digests)
         slot = slots.get(rank) or opener.slot(source)
         table = slot.table()
         layout, places = table_from(table), places_from(table)
@@ -199,5 +252,9 @@ class Restore:
             serialization.decode(slot.capsule()),
             layout.leaves,
             slot,
-            Layout(tuple(leaf for leaf, _ in unreplicated), tuple(at for _, at in unreplicated), layout.data_bytes),
+            Layout(tuple(leaf for leaf, _ in unreplicated), tuple(at for _, at in unreplicated), _end(unreplicated)),
         )
+
+
+def _end(placed: Iterable[tuple[Leaf, int]]) -> int:
+    return max((at + leaf.nbytes for leaf, at in placed), default=0)

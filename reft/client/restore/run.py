@@ -14,8 +14,9 @@ what the next step takes. A step stores nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,16 +24,21 @@ import torch
 from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
 from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.restore.decode import StripeDecoder
+from reft.client.restore.load import NO_RANK, LoadReport
 from reft.client.restore.remote_slots import SlotOpener
+from reft.client.restore.slot_reader import AtChunk, SlotReader
 from reft.client.restore.transport import Transport
-from reft.client.restore.verified_slot import AtChunk
 from reft.client.snapshot.replica_check import are_mismatched
 from reft.client.state.host_state import HostState
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects
+from reft.console import say
 from reft.core.coding.placement import Placement
+from reft.core.recovery.plan import SlotReaders
 from reft.core.recovery.recovery import RecoveryPlan
-from reft.errors import RestoreError
+from reft.errors import FormatError, RestoreError
+from reft.wire.slot_format import SlotMap
 
 # [step, cell, digest] of bytes that the replicas of a cell compare
 Samples = tuple[tuple[int, ...], ...]
@@ -52,6 +58,7 @@ class RestoreContext:
         tensor_index: the current index of the tracked objects.
         host: host state.
         buffer: memory for tensors to create; if too small, another one is allocated.
+        decoder: decodes lost shards.
     """
 
     plan: RecoveryPlan
@@ -63,11 +70,34 @@ class RestoreContext:
     tensor_index: TensorIndex
     host: HostState
     buffer: HugePageBuffer
+    decoder: StripeDecoder
 
-    @property
-    def slot_nodes(self) -> dict[int, str]:
-        """Old rank → the node that has its slot."""
-        return {old: source.node for old, source in self.plan.sources.items()}
+    @cached_property
+    def readers(self) -> SlotReaders:
+        """Which new ranks read which slot, and keep which capsule."""
+        slot_nodes = {old: source.node for old, source in self.plan.sources.items()}
+        return SlotReaders.of(slot_nodes, self.nodes, len(self.placement.domains))
+
+    def near_slots(
+        self, owners: Iterable[int], opened: Mapping[int, SlotMap], data_end: Callable[[int], int], at_chunk: AtChunk
+    ) -> tuple[dict[int, SlotReader], set[int]]:
+        """Returns readers of the slots that this rank reads itself, and the damaged ones.
+
+        Args:
+            owners: old ranks whose slots have needed bytes.
+            opened: the slots that are open already.
+            data_end: returns the end of the data to read, for an old rank.
+            at_chunk: called before each chunk is read.
+        """
+        slots, damaged = {}, set()
+        for old in owners:
+            if old in self.plan.sources and self.readers.is_near(old, self.rank):
+                try:
+                    slot = opened[old] if old in opened else self.opener.slot(self.plan.sources[old])
+                    slots[old] = SlotReader(slot, data_end(old), at_chunk)
+                except FormatError:
+                    damaged.add(old)
+        return slots, damaged
 
 
 @dataclass(frozen=True)
@@ -105,19 +135,6 @@ class OpenReport:
 
 
 @dataclass(frozen=True)
-class LoadReport:
-    """What one rank tells all ranks of the bytes that it read and decoded.
-
-    Attributes:
-        damaged: old ranks whose slots are damaged.
-        wrong: old rank → the first chunk that was decoded and differs from the saved bytes.
-    """
-
-    damaged: tuple[int, ...] = ()
-    wrong: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class RestoreResult:
     """The result of one restore, the same on every rank apart from the tree.
 
@@ -143,7 +160,7 @@ class ShapedRestore(Protocol[Opened, Matched]):
 
     @property
     def remote_read_s(self) -> float:
-        """How much longer `open` may take because slots lie on other nodes, in seconds."""
+        """How much longer `load` may take because slots lie on other nodes, in seconds."""
 
     def open(self) -> tuple[Opened, OpenReport]:
         """Opens slots and capsules; reports damage and raises no error for it."""
@@ -168,7 +185,7 @@ class ShapedRestore(Protocol[Opened, Matched]):
         """Fills the live tensors. All ranks call it together.
 
         Raises:
-            RestoreError: bytes are not available, or decoded bytes differ from the saved ones.
+            RestoreError: bytes are not available.
         """
 
     def finish(self, matched: Matched, tensors: Mapping[str, torch.Tensor]) -> RestoreResult:
@@ -193,14 +210,25 @@ def run_restore(
         LayoutChanged: the state does not fit; names the leaves.
         RestoreError: bytes are not available, or decoded bytes differ from the saved ones.
     """
-    opened, opens = share(rank_group, restore.open, OpenReport, restore.remote_read_s)
+    opened, opens = share(rank_group, restore.open, OpenReport)
     if damaged := damaged_at_open(opens):
         return RestoreResult(damaged)
     matched = restore.match(opened, opens, rank_group)
     tensors = together(rank_group, lambda: restore.make(matched))
-    loads = gather(rank_group, lambda: restore.load(matched, tensors, transport(), at_chunk), LoadReport)
-    if damaged := damaged_at_load(loads):
-        return RestoreResult(damaged)
+    for is_last in (False, True):
+        loads = gather(
+            rank_group,
+            lambda: restore.load(matched, tensors, transport(), at_chunk),
+            LoadReport,
+            restore.remote_read_s,
+        )
+        if damaged := damaged_at_load(loads, is_last):
+            return RestoreResult(damaged)
+        faults = {text for report in loads for text in report.faults}
+        if not faults:
+            break
+        if rank_group.rank == 0:
+            say(f"{min(faults)}. All ranks load again.")
     return restore.finish(matched, tensors)
 
 
@@ -215,20 +243,27 @@ def damaged_at_open(reports: Sequence[OpenReport]) -> tuple[int, ...]:
     return tuple(sorted(damaged))
 
 
-def damaged_at_load(reports: Sequence[LoadReport]) -> tuple[int, ...]:
-    """Returns the old ranks whose slots are damaged.
+def damaged_at_load(reports: Sequence[LoadReport], is_last: bool) -> tuple[int, ...]:
+    """Returns the old ranks whose slots must not be used any more.
+
+    Bytes that changed on their way are loaded once more. If they change again, their source counts
+    as damaged, and other copies are used.
+
+    Args:
+        reports: of all ranks.
+        is_last: whether the load was already repeated.
 
     Raises:
-        RestoreError: no slot is damaged, and yet decoded bytes differ from the saved ones.
+        RestoreError: bytes are wrong again, and no other source would help.
     """
     damaged = {old for report in reports for old in report.damaged}
-    wrong = {old: chunk for report in reports for old, chunk in report.wrong.items()}
-    if not damaged and wrong:
-        old, chunk = min(wrong.items())
-        raise RestoreError(
-            f"chunk {chunk} of rank {old}, decoded from its peers, differs from the saved bytes.",
-            "bring back the lost node's memory, or go back to a checkpoint",
-        )
+    faults = {text: old for report in reports for text, old in report.faults.items()}
+    if is_last and not damaged:
+        damaged = {old for old in faults.values() if old != NO_RANK}
+        if faults and not damaged:
+            raise RestoreError(
+                f"{min(faults)}, twice.", "bring back the lost node's memory, or go back to a checkpoint"
+            )
     return tuple(sorted(damaged))
 
 

@@ -10,8 +10,8 @@ Each byte of the cell is a byte of a live tensor, or of no tensor:
 
 `view` works without a copy: a message may arrive in its memory. If a range of the cell is not one
 run of plain host memory, `write` scatters and `read` gathers. Gaps and absent leaves read as zeros,
-and writes to them are dropped. `device_view`, `scatter` and `gather` do the same on the device, in
-the current stream.
+and writes to them are dropped. `device_view` and `gather` do the same on the device, in the current
+stream.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from reft.client.restore.device_copies import DeviceCopier
 from reft.client.state.tensors import flat_bytes, is_dense
 from reft.core.layout.layout import Leaf
 from reft.errors import LayoutChanged
@@ -36,6 +37,7 @@ class FlatTensorView:
         offsets: of each leaf, in bytes.
         tensors: live tensors by name.
         absent: names of leaves that do not exist; they read as zeros.
+        copies: copies of bytes to a device; None: they block the host.
         device: leaves on this device count as a device's. Leaves off the host always do (the
             contract test passes the CPU).
 
@@ -52,9 +54,10 @@ class FlatTensorView:
         offsets: Sequence[int],
         tensors: Mapping[str, torch.Tensor],
         absent: Collection[str] = (),
+        copies: DeviceCopier | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._device = device
+        self._copies, self._device = copies or DeviceCopier(None), device
         self._begins: list[int] = []
         self._ends: list[int] = []
         self._runs: list[Bytes | torch.Tensor] = []  # host memory, or flat bytes on a device
@@ -67,6 +70,11 @@ class FlatTensorView:
             self._ends.append(offset + leaf.nbytes)
             self._runs.append(self._run(leaf, tensors))
         self.is_on_device = any(isinstance(run, torch.Tensor) for run in self._runs)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all leaves."""
+        return sum(run.nbytes for run in self._runs)
 
     def view(self, begin: int, end: int) -> Bytes | None:
         """Returns live memory of bytes begin..end, uint8[end - begin].
@@ -84,11 +92,6 @@ class FlatTensorView:
         run = self._within(begin, end)
         return run if isinstance(run, torch.Tensor) else None
 
-    def scatter(self, begin: int, data: torch.Tensor) -> None:
-        """Enqueues writing uint8 [n] of the device to bytes begin..begin+n."""
-        for run, first, last, at in self.parts(begin, begin + data.nbytes):
-            _as_tensor(run[first:last]).copy_(data[at : at + last - first], non_blocking=True)
-
     def gather(self, begin: int, out: torch.Tensor) -> None:
         """Enqueues reading bytes begin..begin+n into uint8 [n] of the device; gaps are zero."""
         done = 0
@@ -101,10 +104,10 @@ class FlatTensorView:
             out[done:].zero_()
 
     def write(self, begin: int, data: Bytes) -> None:
-        """Writes uint8[n] to bytes begin..begin+n."""
+        """Writes uint8[n] to bytes begin..begin+n; for a device it only begins, see `wait`."""
         for run, first, last, at in self.parts(begin, begin + data.nbytes):
             if isinstance(run, torch.Tensor):
-                run[first:last].copy_(torch.from_numpy(data[at : at + last - first]))
+                self._copies.copy(run[first:last], data[at : at + last - first])
             else:
                 np.copyto(run[first:last], data[at : at + last - first])
 
@@ -119,6 +122,15 @@ class FlatTensorView:
             else:
                 np.copyto(out[at:done], run[first:last])
         out[done:] = 0
+
+    def wait(self) -> None:
+        """Returns when a device has all bytes that were written so far."""
+        if self.is_on_device:
+            self._copies.wait()
+
+    def are_copies_right(self) -> bool:
+        """Returns whether a device has the bytes that were written."""
+        return self._copies.are_right()
 
     def finish(self) -> None:
         """Copies the written bytes into tensors that are not dense."""

@@ -40,7 +40,13 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """The interface between loading and the transport of bytes. Ranks are those of the job."""
+    """The interface between loading and the transport of bytes. Ranks are those of the job.
+
+    Attributes:
+        name: what carries the messages, for people.
+    """
+
+    name: str
 
     def send(self, data: Bytes, to: int, tag: int) -> Work:
         """Begins to send uint8[n]; the caller must not change the memory until `wait`.
@@ -67,6 +73,8 @@ class GlooTransport:
         deadline_s: the longest wait for one message.
     """
 
+    name = "gloo"
+
     def __init__(self, group: Any, deadline_s: float) -> None:
         self._group = group
         self._deadline_s = deadline_s
@@ -90,13 +98,15 @@ class DeviceTransport:
     """Messages over a group that sends between devices: NCCL.
 
     NCCL has no tags. So both ranks of a pair must post all their messages, in both directions, in
-    the same order. `reft.client.restore.executor` does so: the load plan is the same on all ranks.
+    the same order. The order of `reft.core.recovery.plan` is the same on all ranks.
 
     Args:
         group: reft's own process group of all ranks of the job.
         device: holds messages while they travel; takes as many bytes as are under way.
         deadline_s: the longest wait for one message.
     """
+
+    name = "nccl"
 
     def __init__(self, group: Any, device: torch.device, deadline_s: float) -> None:
         self._group = group

@@ -463,7 +463,7 @@ class Array(Protocol):
 A = TypeVar("A", bound=Array)
 
 
-class ArrayOperations(NamedTuple):
+class ArrayFunctions(NamedTuple):
     """What the interpreter calls: the operations of one array library.
 
     Attributes:
@@ -475,7 +475,7 @@ class ArrayOperations(NamedTuple):
     copy: Callable[[Any, Any], object]
 
 
-NUMPY = ArrayOperations(np.bitwise_xor, np.copyto)
+NUMPY = ArrayFunctions(np.bitwise_xor, np.copyto)
 
 
 def run(
@@ -483,7 +483,7 @@ def run(
     inputs: Sequence[A],
     outputs: Sequence[A],
     scratch: Sequence[A],
-    operations: ArrayOperations = NUMPY,
+    operations: ArrayFunctions = NUMPY,
 ) -> None:
     """Runs the program on arrays of one library, without temporary arrays.
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
 from reft.core.budget import format_bytes
@@ -98,6 +99,19 @@ class Lane:
     def shards_of(self, member: int) -> list[tuple[int, int]]:
         """Returns the (stripe, shard) that a member stores, sorted by stripe."""
         return sorted(((member - shard) % self.D, shard) for shard in range(self.code.k + self.code.f))
+
+    def stripe_runs(self, member: int, is_parity: bool) -> list[range]:
+        """Returns the stripes of which a member stores a data (or parity) shard.
+
+        They are at most two runs. From one stripe of a run to the next, the number of the shard
+        falls by one.
+        """
+        begin, end = (self.code.k, self.code.k + self.code.f) if is_parity else (0, self.code.k)
+        runs = (
+            range(max(0, member - end + 1), member - begin + 1),
+            range(max(member + 1, self.D + member - end + 1), min(self.D, self.D + member - begin + 1)),
+        )
+        return [run for run in runs if run]
 
     def data_range(self, stripe: int, shard: int) -> tuple[int, int]:
         """Returns begin and end of a data shard in the cell.
@@ -201,6 +215,20 @@ class Placement:
             unreplicated_offset,
             unreplicated_offset + unreplicated.data_bytes,
         )
+
+    def lane_offsets(self, rank: int) -> dict[int, tuple[int, int]]:
+        """Returns lane → begin of a rank's data shards, and of its parity shards.
+
+        Offsets count bytes in the data of the rank's slot. The shards of a lane lie there without
+        gaps, in the order of their stripes.
+        """
+        cells = self.division.cells_of[self.division.layout_of[rank]]
+        numbers = [number for cell in cells for number in self.lanes_of(cell) if rank in self.lanes[number].members]
+        lanes = [self.lanes[number] for number in numbers]
+        data = list(accumulate((lane.code.k * lane.shard_bytes for lane in lanes), initial=0))
+        parity_offset = align(data[-1], self.chunk_bytes)
+        parity = accumulate((lane.code.f * lane.shard_bytes for lane in lanes), initial=parity_offset)
+        return dict(zip(numbers, zip(data, parity, strict=False), strict=False))
 
     def _blocks(self, shards: Sequence[tuple[int, int, int]], offset: int) -> tuple[list[ShardBlock], int]:
         """Returns consecutive blocks for (lane, stripe, shard), and the end of the last block."""

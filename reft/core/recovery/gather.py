@@ -76,29 +76,28 @@ def stripe_reads(placement: Placement, lane: int, have: Collection[int]) -> list
 def assign_readers(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]]) -> dict[int, int]:
     """Assigns one reading rank to each slot.
 
-    The reader runs on the slot's own node if any rank does.
+    The reader runs on the slot's own node if any rank does. The new job may have another number of
+    ranks than the old one.
 
     Args:
         sources: old rank → id of the node that has its slot.
-        nodes: id of each node → the ranks that run there now.
+        nodes: id of each node → the ranks that run there now; every rank runs on one node.
 
     Returns:
         Old rank → new rank. First choice: the rank of the same number, if that rank runs on the
         slot's node. Second: the rank of that node with the fewest slots to read; of equals, the
-        lowest. If no rank runs on that node: the rank of the same number, which reads the slot from
-        another node.
+        lowest. If no rank runs on that node: the rank with the fewest slots to read of all; of
+        equals, the rank of the same number, then the lowest.
     """
-    reader_of = {rank: rank for rank, node in sources.items() if node not in nodes or rank in nodes[node]}
-    load: dict[str, dict[int, int]] = {node: dict.fromkeys(sorted(ranks), 0) for node, ranks in nodes.items()}
+    load = dict.fromkeys(sorted(rank for ranks in nodes.values() for rank in ranks), 0)
+    reader_of = {rank: rank for rank, node in sources.items() if rank in nodes.get(node, ())}
     for rank in reader_of:
-        if sources[rank] in load:
-            load[sources[rank]][rank] += 1
-    for rank in sorted(sources.keys() - reader_of.keys()):
-        loads = load[sources[rank]]
-        # min returns the first of equals, and the ranks are in ascending order
-        reader_of[rank] = min(loads, key=loads.__getitem__, default=rank)
-        if reader_of[rank] in loads:
-            loads[reader_of[rank]] += 1
+        load[rank] += 1
+    rest = sorted((not nodes.get(sources[rank]), rank) for rank in sources.keys() - reader_of.keys())
+    for _, rank in rest:
+        near = nodes.get(sources[rank]) or load
+        reader_of[rank] = min(near, key=lambda each: (load[each], each != rank, each))
+        load[reader_of[rank]] += 1
     return dict(sorted(reader_of.items()))
 
 

@@ -86,19 +86,19 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class PieceTransfer:
-    """The bytes that go from one old piece into one leaf of some new ranks.
+    """The bytes that go from one old piece into one target of some new ranks.
 
     Attributes:
-        piece: the old leaf.
+        name: the target: a leaf, or what else the plan names so.
+        nbytes: size of the piece.
         location: the place that the bytes are taken from.
-        leaf: the new leaf.
-        copy: which bytes of the piece, and where they go in the leaf.
+        copy: which bytes of the piece, and where they go in the target.
         receivers: new ranks, ascending.
     """
 
-    piece: Leaf
+    name: str
+    nbytes: int
     location: PieceLocation
-    leaf: Leaf
     copy: RegionCopy
     receivers: tuple[int, ...]
 
@@ -296,8 +296,9 @@ class _Tensor:
             ranks = sorted(self.takers[leaf])
             for index, copy in copies:
                 bytes_taken[index] += copy.nbytes
+                nbytes = pieces[index].leaf.nbytes
                 for seat, receivers in _by_location(pieces[index].locations, ranks):
-                    done.needs.append(PieceTransfer(pieces[index].leaf, seat, leaf, copy, receivers))
+                    done.needs.append(PieceTransfer(self.name, nbytes, seat, copy, receivers))
             missing = leaf.nbytes - sum(copy.nbytes for _, copy in copies)
             if missing:
                 done.problems.append(

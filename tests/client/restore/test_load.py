@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import tracemalloc
 from types import SimpleNamespace
@@ -10,26 +11,30 @@ import numpy as np
 import pytest
 import torch
 
-from reft.client.restore.decode import Decoder
-from reft.client.restore.load import load, load_unreplicated
-from reft.client.restore.load_plan import LoadPlan, LoadSizes
+from reft.client.restore import load as load_module
+from reft.client.restore.decode import StripeDecoder
+from reft.client.restore.executor import LiveTarget
+from reft.client.restore.load import NO_RANK, LoadProgress, LoadReport, load
 from reft.client.restore.remote_slots import SlotOpener
 from reft.client.restore.restore import Restore
 from reft.client.restore.run import OpenReport, RestoreContext
-from reft.core.coding.placement import Placement
+from reft.client.restore.slot_reader import SlotReader
+from reft.client.restore.tensor_view import FlatTensorView
+from reft.client.restore.verify import PeerMessages
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import INLINE_BYTES_MAX
 from reft.core.layout.layout import Layout
+from reft.core.recovery.gather import group_lanes, undecodable
+from reft.core.recovery.plan import DecodeOperation, TransferSizes
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
+from reft.core.recovery.walk import OPERATIONS_MAX
 from reft.errors import FormatError, LayoutChanged, RestoreError
-from reft.wire.slot_format import SlotMap
-from tests.support.loads import CHUNK, SMALL, Job, blank, every_loss, few, mixed, random
-from tests.support.shards import Postbox, alike, on_all, slot_data
+from reft.wire.slot_format import SlotMap, chunk_digest
+from tests.support.loads import CHUNK, CLEAN, SMALL, Job, blank, every_loss, few, mixed, random
+from tests.support.shards import Postbox, alike, slot_data
 
-CODES = [
-    (D, f, scheme) for D in range(2, 6) for f in range(1, min(D, 4)) for scheme in ("aec", "arc") if not (f == 3 and D < 4)
-]  # fmt: skip
+CODES = [(D, f, scheme) for D in range(2, 6) for f in range(1, min(D, 4)) for scheme in ("aec", "arc")]
 
 
 @pytest.mark.parametrize(("D", "f", "scheme"), CODES)
@@ -46,14 +51,30 @@ def test_every_tolerated_loss_is_restored_in_wide_groups(D, f, scheme):
     every_loss(Job(D, scheme, f, few()), f)
 
 
+@pytest.mark.parametrize("scheme", ["aec", "arc"])
+@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(2, 9) for f in range(1, min(D, 4))])
+def test_more_losses_than_tolerated_are_refused(D, f, scheme):
+    """Each pattern of f + 1 losses that leaves some stripe with too few shards; no rank waits."""
+    job = Job(D, scheme, f, few())
+    groups = group_lanes(job.placement.lanes)
+    for lost in itertools.combinations(range(D), f + 1):
+        have = np.array([rank not in lost for rank in range(D)])
+        if len(lost) < D and not undecodable(groups, have):
+            continue
+        results = job.load(lost, box=Postbox(deadline_s=5.0))
+        assert all(isinstance(result, ValueError) for result in results), (lost, results)
+        assert "shards are at hand; it takes" in str(results[0])
+
+
 @pytest.mark.parametrize(
-    "sizes", [LoadSizes(), SMALL, LoadSizes(192, 4096, 1, 192, 64), LoadSizes(1 << 16, 1 << 14, 2, 1 << 17, 1)]
+    "sizes",
+    [TransferSizes(), SMALL, TransferSizes(192, 4096, 192, 64), TransferSizes(1 << 16, 1 << 14, 1 << 17, 1)],
 )
 @pytest.mark.parametrize("scheme", ["aec", "arc", "none"])
 def test_load_sizes_do_not_change_the_result(sizes, scheme):
     job = Job(4, scheme, 2, mixed(2))
     lost = () if scheme == "none" else (1, 2)
-    assert job.load(lost, sizes=sizes) == [()] * 4
+    assert job.load(lost, sizes=sizes) == [CLEAN] * 4
     assert job.is_whole()
 
 
@@ -64,13 +85,8 @@ def test_both_ranks_of_a_pair_post_messages_in_the_same_order(lost):
     There, the messages of a pair wait for one another in both directions.
     """
     job, box = Job(5, "aec", 2), Postbox()
-    assert job.load(lost, box=box) == [()] * 5
+    assert job.load(lost, box=box) == [CLEAN] * 5
     assert box.posted and all(box.posted[a, b] == box.posted[b, a] for a, b in box.posted)
-
-
-def test_more_losses_than_tolerated_are_refused():
-    job = Job(4, "aec", 1)
-    assert all(isinstance(result, ValueError) for result in job.load((0, 1)))
 
 
 def test_several_ranks_on_each_node_and_cells_on_some_ranks():
@@ -83,18 +99,27 @@ def test_several_ranks_on_each_node_and_cells_on_some_ranks():
     ranks = [stages[rank % 2] | shared for rank in range(8)]
     job = Job(8, "aec", 1, ranks=ranks, domains=[rank // 2 for rank in range(8)])
     assert len(job.placement.lanes) > 2
-    assert job.load((4, 5)) == [()] * 8
+    box = Postbox()
+    assert job.load((4, 5), box=box) == [CLEAN] * 8
     assert job.is_whole()
+    inside = {(a, b) for a, b in box.sent_bytes if a // 2 == b // 2}
+    assert inside == {(4, 5), (5, 4)}, "inside a node ranks send only decoded bytes"
 
 
 def test_a_rank_may_read_slots_with_cells_that_it_does_not_hold():
+    """The ranks moved: a slot's reader is the rank that runs where the slot lies."""
     stages = [{f"stage{s}.{name}": tensor for name, tensor in mixed().items()} for s in range(2)]
-    job = Job(6, "aec", 1, ranks=[stages[rank // 3] for rank in range(6)])
-    readers = {0: 0, 1: 3, 2: 0, 3: 4, 4: 1, 5: 1}
-    assert job.load(readers=readers) == [()] * 6
-    assert job.is_whole()
-    job.live = [blank(tensors) for tensors in job.ranks]
-    assert job.load((2, 3), readers=readers) == [()] * 6
+    nodes = {f"node{old}": [rank] for old, rank in enumerate([3, 0, 4, 1, 5, 2])}
+    for lost in ((), (2,), (2, 3)):
+        job = Job(6, "aec", 1, ranks=[stages[rank // 3] for rank in range(6)])
+        assert job.load(lost, nodes=nodes) == [CLEAN] * 6
+        assert job.is_whole()
+
+
+def test_slots_on_nodes_without_ranks_are_read_by_other_ranks():
+    job = Job(4, "aec", 1)
+    nodes = {"node0": [0], "node3": [3], "new": [1, 2]}
+    assert job.load((2,), nodes=nodes) == [CLEAN] * 4
     assert job.is_whole()
 
 
@@ -106,7 +131,7 @@ def test_local_copies_are_not_sent():
     job.live = [blank(tensors) for tensors in job.ranks]
     job.load((1,), box=box)
     cell = job.placement.division.cells[0]
-    assert box.sent_bytes == {(0, 1): cell.nbytes + 1}, "every byte once, and the message with the verdict"
+    assert box.sent_bytes == {(0, 1): cell.nbytes + 8}, "every byte once, and the digest of the messages"
     assert job.is_whole()
 
 
@@ -116,11 +141,17 @@ def test_every_byte_is_received_once(lost):
     job.load(lost, box=box)
     lane = job.placement.lanes[0]
     into = {to: sum(n for (_, each), n in box.sent_bytes.items() if each == to) for to in range(4)}
+    digests = {to: 8 * len({a for a, b in box.sent_bytes if b == to}) for to in range(4)}
     own = lane.code.k * lane.shard_bytes  # data shards of one rank
-    at_hand = {rank: 0 if rank in lost else own for rank in range(4)}
     for rank, got in into.items():
-        parity = lane.shard_bytes  # in stripes that lost data, a rank reads its own parity locally
-        assert lane.D * own - at_hand[rank] - 4 * parity <= got <= lane.D * own - at_hand[rank] + 8
+        if rank not in lost:
+            padding = lane.D * own - lane.nbytes  # at the end of the last shard, not sent
+            assert lane.D * own - own - padding <= got - digests[rank] <= lane.D * own - own
+        else:  # the data of others, and parity: as much as the lost data
+            assert got - digests[rank] <= lane.D * own
+            made = [each for each in job.plan(rank, lost).operations(rank) if isinstance(each, DecodeOperation)]
+            parity = sum(sum(s not in each.slice.live for s in each.slice.read.shards) for each in made)
+            assert parity == len(made), "of each stripe only parity comes to the keeper for decoding"
 
 
 def test_absent_leaves_are_zeros_and_are_not_loaded():
@@ -128,17 +159,7 @@ def test_absent_leaves_are_zeros_and_are_not_loaded():
     job = Job(4, "aec", 2, tensors)
     for live in job.live:
         del live["b"]
-    box, have = Postbox(), frozenset({0, 3})
-
-    def one(rank: int) -> tuple[int, ...]:
-        mine = {rank: job.slots[rank]} if rank in have else {}
-        digests = {rank: job.digests(rank)}
-        return load(
-            box.of(rank), job.placement, rank, have, {0: 0, 3: 3}, mine, job.live[rank], {"b"}, digests, lambda _: None,
-            SMALL,
-        )  # fmt: skip
-
-    assert on_all(4, one) == [()] * 4
+    assert job.load((1, 2), absent={"b"}) == [CLEAN] * 4
     assert all(alike(live, tensors, ["a", "c"]) and "b" not in live for live in job.live)
 
 
@@ -158,9 +179,9 @@ def test_a_bad_chunk_is_reported_by_its_reader_and_no_rank_hangs(lost):
     job = Job(4, "aec", 2)
     job.slots[1].data[CHUNK + 5] ^= 1
     damaged = job.load(lost)
-    assert damaged == [(), (1,), (), ()]
+    assert damaged == [CLEAN, LoadReport((1,)), CLEAN, CLEAN]
     job.live = [blank(tensors) for tensors in job.ranks]
-    assert job.load((1, *lost)) == [()] * 4
+    assert job.load((1, *lost)) == [CLEAN] * 4
     assert job.is_whole()
 
 
@@ -168,7 +189,7 @@ def test_a_slot_that_is_too_short_is_damaged():
     job = Job(3, "none", 0)
     other = Job(3, "none", 0, {"large": random((64,), torch.float32, 1)})
     job.slots[2] = other.slots[2]
-    assert job.load() == [(), (), (2,)]
+    assert job.load() == [CLEAN, CLEAN, LoadReport((2,))]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -186,26 +207,22 @@ def test_a_slot_or_capsule_damaged_at_open_is_reported_without_an_error(rank):
     )
     opener = SlotOpener(SimpleNamespace(take=torn), SimpleNamespace(capsule=torn, own="ab"[rank]))
     nothing = dict.fromkeys(("tracked", "tensor_index", "host", "buffer"))
-    context = RestoreContext(plan, job.placement, rank, {"a": [0], "b": [1]}, opener, **nothing)
-    assert Restore(context, (), Decoder()).open()[1] == OpenReport((rank,), {rank: ()})
+    context = RestoreContext(
+        plan, job.placement, rank, {"a": [0], "b": [1]}, opener, **nothing, decoder=StripeDecoder()
+    )
+    assert Restore(context, ()).open()[1] == OpenReport((rank,), {rank: ()})
 
 
 @pytest.mark.parametrize("scheme", ["aec", "arc"])
-def test_wrong_digests_of_a_lost_slot_are_refused(scheme):
+def test_wrong_digests_of_a_lost_slot_are_faults(scheme):
+    """With copies, too: the keeper compares the copies that it loaded."""
     job = Job(4, scheme, 1)
-    table = job.digests(2)
+    table = np.frombuffer(bytearray(job.digests(2)), "<u8")
     table[1] ^= np.uint64(1)
-    results = job.load((2,), digests={2: table})
-    assert isinstance(results[2], RestoreError)
-    assert "lane 0" in str(results[2]) and "rank 2" in str(results[2])
-    assert all(result == () for rank, result in enumerate(results) if rank != 2)
-    assert isinstance(job.load((2,), digests={2: table[:1]})[2], RestoreError)
-
-
-def test_without_digests_a_lost_slot_is_loaded_without_comparison():
-    job = Job(3, "aec", 1)
-    assert job.load((1,), digests={}) == [()] * 3
-    assert job.is_whole()
+    fault = "chunk 1 of rank 2, decoded from its peers, differs from the saved bytes"
+    for digests in (table, table[:1]):
+        results = job.load((2,), digests={2: digests.tobytes()})
+        assert results == [CLEAN, CLEAN, LoadReport((), {fault: NO_RANK}), CLEAN]
 
 
 def test_wrong_parity_is_detected_by_the_rank_that_lost_its_slot():
@@ -213,19 +230,13 @@ def test_wrong_parity_is_detected_by_the_rank_that_lost_its_slot():
     job = Job(3, "aec", 1)
     slot, part = job.slots[0], job.placement.rank_placement(0)
     slot.data[part.parity_offset] ^= 1
-    slot.digests[:] = make_digests(slot)
-    results = job.load((2,))
-    assert any(isinstance(result, RestoreError) for result in results)
+    slot.digests[: slot.chunks] = make_digests(slot)
+    faults = job.load((2,))[2].faults
+    assert list(faults.values()) == [NO_RANK] and "of rank 2, decoded" in min(faults)
 
 
 def make_digests(slot: SlotMap) -> np.ndarray:
-    digests = slot.digests.copy()
-    slot_chunks = slot.bad_chunks()
-    from reft.wire.slot_format import chunk_digest
-
-    for index in slot_chunks:
-        digests[index] = chunk_digest(slot.chunk(index))
-    return digests
+    return np.array([chunk_digest(slot.chunk(index)) for index in range(slot.chunks)], np.uint64)
 
 
 def test_a_rank_that_stops_ends_all_others_within_the_deadline():
@@ -259,31 +270,18 @@ def test_memory_beside_state_and_slots_is_bounded(scheme, kind):
     count = 1 if kind == "one leaf" else 300
     tensors = {f"leaf{i}": random((3_000_000 // count + i % 5,), torch.float32, i) for i in range(count)}
     job = Job(4, scheme, 2, tensors)
-    sizes = LoadSizes(piece=64 << 10, group=128 << 10, groups=2, window=256 << 10, ahead=64 << 10)
+    sizes = TransferSizes(piece=64 << 10, band=128 << 10, window=256 << 10, ahead=64 << 10)
     tracemalloc.start()
     try:
         results = job.load((0, 3), sizes=sizes)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert results == [()] * 4
+    assert results == [CLEAN] * 4
     assert job.is_whole()
-    buffers = sizes.memory_max - (16 << 20)
-    assert peak < 4 * (buffers + (2 << 20)), "of all four ranks"
-    assert 4 * (buffers + (2 << 20)) < 12_000_000, "the state of one rank"
-
-
-def test_the_parity_of_a_slice_fits_its_buffer():
-    """The parity of a slice must fit for any number of packets; EVENODD has many."""
-    job = Job(5, "aec", 2)
-    load_plan = LoadPlan(job.placement, frozenset({2, 3, 4}), {2: 2, 3: 3, 4: 4}, SMALL)
-    slices = [stripe_slice for stripe_slice in load_plan.slices(0) if stripe_slice.has_lost_shards]
-    lanes = job.placement.lanes
-    assert slices
-    for stripe_slice in slices:
-        parity = len(stripe_slice.read.lost) * lanes[stripe_slice.lane].code.w * (stripe_slice.end - stripe_slice.begin)
-        assert 0 < parity <= SMALL.group
-        assert all(range_.end - range_.begin <= SMALL.piece for range_ in stripe_slice.ranges)
+    buffers = 3 * sizes.band + sizes.window + sizes.ahead + 2 * OPERATIONS_MAX * sizes.piece
+    assert peak < 4 * (buffers + (1 << 20)), "of all four ranks"
+    assert buffers + (1 << 20) < 12_000_000 / 4, "the state of one rank has 12 MB"
 
 
 def test_bytes_under_way_stay_within_the_window():
@@ -308,45 +306,60 @@ def test_bytes_under_way_stay_within_the_window():
         return message
 
     box.post = watched
-    assert job.load(box=box) == [()] * 3
+    assert job.load(box=box) == [CLEAN] * 3
     assert all(nbytes <= SMALL.window + 2 * SMALL.piece for nbytes in most.values()), most
 
 
 # Unreplicated leaves, and jobs of one rank
 
 
-def unreplicated_of(placement: Placement, rank: int) -> Layout:
-    part = placement.rank_placement(rank)
-    offsets = tuple(part.unreplicated_offset + offset for offset in part.unreplicated.offsets)
-    return Layout(part.unreplicated.leaves, offsets, part.data_bytes)
-
-
-@pytest.mark.parametrize("run_bytes", [1, 32 << 20])
+@pytest.mark.parametrize("sizes", [SMALL, TransferSizes()])
 @pytest.mark.parametrize("world", [1, 2])
-def test_unreplicated_leaves_are_loaded_from_the_ranks_own_slot(world, run_bytes):
+def test_unreplicated_leaves_are_loaded_from_the_ranks_own_slot(world, sizes):
     states = [
         {f"own{rank}.{n}": t for n, t in mixed(30).items() if t.nbytes > INLINE_BYTES_MAX} for rank in range(world)
     ]
     job = Job(world, "aec", 1, ranks=states)
     for rank in range(world):
-        unreplicated = unreplicated_of(job.placement, rank)
-        assert load_unreplicated(job.slots[rank], unreplicated, job.live[rank], lambda _: None, run_bytes)
-        assert alike(
-            job.live[rank], states[rank], [leaf.name for leaf in job.placement.rank_placement(rank).unreplicated.leaves]
-        )
-        job.slots[rank].data[job.placement.rank_placement(rank).unreplicated_offset + 3] ^= 1
-        assert not load_unreplicated(job.slots[rank], unreplicated, job.live[rank], lambda _: None, run_bytes)
+        part = job.placement.rank_placement(rank)
+        leaves, ends = part.unreplicated.leaves, [part.unreplicated_offset + at for at in part.unreplicated.offsets]
+        unreplicated = Layout(leaves, tuple(ends), part.data_bytes)
+        nowhere = SimpleNamespace(plan=RecoveryPlan(None, {}, {}), nodes={"a": list(range(world))})
+        context = RestoreContext(nowhere.plan, job.placement, rank, nowhere.nodes, *[None] * 6)
+        plan = Restore(context, (), sizes)._own_plan(unreplicated)
+        for is_damaged in (False, True):
+            slot = SlotReader(job.slots[rank], unreplicated.data_bytes, lambda _: None)
+            offsets = {leaf.name: at for leaf, at in zip(leaves, ends, strict=True)}
+            target = LiveTarget(FlatTensorView(leaves, ends, job.live[rank]), offsets)
+            report = load(
+                plan.operations(rank), sizes, CHUNK, PeerMessages(None, rank), {rank: slot}, target, StripeDecoder()
+            )
+            assert report == LoadReport((rank,) if is_damaged else ())
+            assert is_damaged or alike(job.live[rank], states[rank], [leaf.name for leaf in leaves])
+            job.slots[rank].data[part.unreplicated_offset + 3] ^= 1
 
 
 def test_one_rank_needs_no_transport():
     job = Job(1, "aec", 1)
-    damaged = load(
-        None, job.placement, 0, frozenset({0}), {0: 0}, {0: job.slots[0]}, job.live[0], (), {}, lambda _: None
-    )
-    assert damaged == ()
+    plan, decoder = job.plan(0), StripeDecoder()
+    slots = {0: SlotReader(job.slots[0], 0, lambda _: None)}
+    operations = plan.operations(0)
+    assert load(operations, SMALL, CHUNK, PeerMessages(None, 0), slots, job.target(0, decoder), decoder) == CLEAN
+    assert job.is_whole()
 
 
 def test_the_test_tool_makes_the_same_slots_as_a_snapshot():
     job = Job(4, "aec", 1)
     assert all(np.array_equal(job.slots[r].data, slot_data(job.placement, r, job.ranks[r])) for r in range(4))
     assert not any(slot.bad_chunks() for slot in job.slots)
+
+
+@pytest.mark.parametrize(("interval_s", "speaks", "lines"), [(0.0, True, 3), (3600.0, True, 0), (0.0, False, 0)])
+def test_a_long_load_says_how_far_it_is(interval_s, speaks, lines, monkeypatch, capsys):
+    monkeypatch.setattr(load_module, "PROGRESS_S", interval_s)
+    progress = LoadProgress(4 << 20, speaks)
+    for _ in range(3):
+        progress.add(1 << 20)
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == lines
+    assert not printed or printed[-1].startswith("[reft] restores: 3.0 MiB of 4.0 MiB of this rank's state, about")

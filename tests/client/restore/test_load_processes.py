@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,16 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from reft.client.restore.load import load
-from reft.client.restore.load_plan import LoadSizes
 from reft.client.restore.transport import DeviceTransport, GlooTransport, Transport
+from reft.core.recovery.plan import TransferSizes
 from reft.errors import RestoreError
-from tests.support.shards import alike, make_slot, placed
+from tests.support.loads import CLEAN, Job
 
 WORLD = 3
 DEADLINE_S = 3.0
-SIZES = LoadSizes(piece=64 << 10, group=128 << 10, groups=2, window=256 << 10, ahead=128 << 10)
-AtChunk = Callable[[int], object]
+SIZES = TransferSizes(piece=64 << 10, band=128 << 10, window=256 << 10, ahead=128 << 10)
+AtChunk = Callable[[int, int], object]
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -43,51 +41,46 @@ def device_transport(group: Any, deadline_s: float) -> Transport:
 
 
 def run_rank(
-    rank: int, home: str, lost: tuple[int, ...], at_chunk: dict[int, AtChunk], make_transport: Any = GlooTransport
+    rank: int, home: str, lost: tuple[int, ...], at_chunk: AtChunk, make_transport: Any, all_ended: Any
 ) -> None:
     """Runs one rank, and writes its outcome to a file of its own."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{home}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
     )
-    tensors = state()
-    placement = placed([tensors] * WORLD, list(range(WORLD)), "aec", 1, 4096)
-    slots = [make_slot(placement, old, tensors) for old in range(WORLD)]
-    have = frozenset(range(WORLD)) - set(lost)
-    live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    digests = {old: slots[old].digests.copy() for old in lost}
+    job = Job(WORLD, "aec", 1, state())
     transport = make_transport(dist.new_group(backend="gloo"), DEADLINE_S)
     dist.barrier()
     began = time.monotonic()
     try:
-        load(
-            transport, placement, rank, have, {old: old for old in have}, {rank: slots[rank]} if rank in have else {},
-            live, (), digests, at_chunk.get(rank, lambda _: None), SIZES,
-        )  # fmt: skip
-        outcome = "whole" if alike(live, tensors, list(tensors)) else "not whole"
+        report = job.load_rank(rank, transport, lost, sizes=SIZES, at_chunk=at_chunk)
+        job.ranks, job.live = job.ranks[rank : rank + 1], job.live[rank : rank + 1]
+        job.world = 1
+        outcome = "whole" if report == CLEAN and job.is_whole() else f"not whole: {report}"
     except RestoreError as error:
         outcome = f"RestoreError: {error}"
     Path(home, str(rank)).write_text(f"{time.monotonic() - began:.3f} {outcome}")
-    if not at_chunk:
-        dist.barrier()
+    all_ended.wait(30)  # a rank that exits earlier would be one more dead peer
     os._exit(0)  # do not close a group with a dead member
 
 
 def results(
-    home: Path, lost: tuple[int, ...] = (), at_chunk: Any = None, stopped: int | None = None, make_transport: Any = GlooTransport,
-) -> dict[int, Any]:  # fmt: skip
-    """Returns each rank's outcome and time in seconds; ranks that died have none."""
-    arguments = (str(home), lost, at_chunk or {}, make_transport)
+    home: Path, lost: tuple[int, ...] = (), at_chunk: Any = lambda rank, chunk: None, failing: int | None = None,
+    make_transport: Any = GlooTransport,
+) -> dict[int, tuple[float, str]]:  # fmt: skip
+    """Returns each rank's time in seconds and its outcome; a rank that fails has none."""
+    all_ended = processes.get_context("fork").Barrier(WORLD - (failing is not None))
+    arguments = (str(home), lost, at_chunk, make_transport, all_ended)
     context = processes.start_processes(run_rank, arguments, nprocs=WORLD, start_method="fork", join=False)
     end = time.monotonic() + 60
     for rank, process in enumerate(context.processes):
-        if rank != stopped:
+        if rank != failing:
             process.join(max(end - time.monotonic(), 0.1))
-    hung = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
+    hung = [rank for rank, process in enumerate(context.processes) if process.is_alive() and rank != failing]
     for process in context.processes:
         process.kill()
         process.join()
-    assert hung == ([] if stopped is None else [stopped])
+    assert not hung
     outcomes = {}
     for path in home.iterdir():
         if path.name.isdigit():
@@ -104,23 +97,37 @@ def test_all_bytes_arrive(tmp_path, lost, make_transport):
     assert [outcome for _, outcome in dict(sorted(outcomes.items())).values()] == ["whole"] * WORLD
 
 
-def test_the_death_of_a_peer_is_an_error_on_the_other_ranks(tmp_path):
-    def dies(chunk: int) -> None:
-        if chunk >= 20:
-            os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("lost", "failing"), [((), 1), ((0,), 2), ((0,), 0)])
+def test_a_peer_that_dies_or_stops_is_named_by_all_others_within_the_deadline(tmp_path, signal_number, lost, failing):
+    """A reader of slots, a reader for a keeper, and a keeper (its own slot is lost) fail."""
+    chunks = [0] * WORLD
 
-    outcomes = results(tmp_path, (0,), {2: dies})
-    assert sorted(outcomes) == [0, 1]
-    assert all(outcome.startswith("RestoreError") for _, outcome in outcomes.values()), outcomes
-    assert all(seconds < 4 * DEADLINE_S for seconds, _ in outcomes.values()), outcomes
+    def fails(rank: int, chunk: int) -> None:
+        chunks[rank] += 1
+        if rank == failing and chunks[rank] == 20:
+            os.kill(os.getpid(), signal_number)
 
+    def fails_after_messages(group: Any, deadline_s: float) -> Transport:
+        return Failing(group, deadline_s) if dist.get_rank() == failing else GlooTransport(group, deadline_s)
 
-def test_a_peer_that_stops_is_an_error_within_the_deadline(tmp_path):
-    def stops(chunk: int) -> None:
-        if chunk >= 20:
-            threading.Event().wait()
+    class Failing(GlooTransport):
+        """A keeper reads no slot, so it fails at a message."""
 
-    outcomes = results(tmp_path, (), {1: stops}, stopped=1)
-    assert sorted(outcomes) == [0, 2]
-    assert all(outcome.startswith("RestoreError") for _, outcome in outcomes.values()), outcomes
+        count = 0
+
+        def receive(self, into: Any, source: int, tag: int) -> Any:
+            self.count += 1
+            if self.count == 20:
+                os.kill(os.getpid(), signal_number)
+            return super().receive(into, source, tag)
+
+    is_keeper = failing in lost
+    outcomes = results(
+        tmp_path, lost, (lambda rank, chunk: None) if is_keeper else fails, failing,
+        fails_after_messages if is_keeper else GlooTransport,
+    )  # fmt: skip
+    assert sorted(outcomes) == [rank for rank in range(WORLD) if rank != failing]
+    said = f"RestoreError: rank {failing} stopped answering during the load"
+    assert all(outcome.startswith(said) for _, outcome in outcomes.values()), outcomes
     assert all(seconds < 4 * DEADLINE_S for seconds, _ in outcomes.values()), outcomes

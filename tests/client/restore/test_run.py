@@ -6,15 +6,16 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from reft.client.link.exchange import from_json, to_json
 from reft.client.link.rank_group import RankGroup
+from reft.client.restore.load import NO_RANK, LoadReport
 from reft.client.restore.remote_slots import SlotOpener
 from reft.client.restore.reshard_match import parts_to_publish
 from reft.client.restore.run import (
     CapsuleFacts,
-    LoadReport,
     OpenReport,
     RestoreResult,
     damaged_at_load,
@@ -31,7 +32,7 @@ SOUND, LOADED = OpenReport(), LoadReport()
 FACTS = CapsuleFacts(("a",), b"table", {"random": "d"}, 8, True)
 
 
-@pytest.mark.parametrize("report", [OpenReport((1,), {0: SAME, 2: ()}, {0: FACTS}), LoadReport((3,), {1: 5})])
+@pytest.mark.parametrize("report", [OpenReport((1,), {0: SAME, 2: ()}, {0: FACTS}), LoadReport((3,), {"text": 5})])
 def test_a_report_survives_json(report):
     assert from_json(type(report), json.loads(json.dumps(to_json(report)))) == report
 
@@ -53,10 +54,25 @@ def test_an_older_step_may_show_that_replicas_differ():
     assert damaged_at_open([OpenReport((), {0: SAME}), OpenReport((), {1: older})]) == (0, 1)
 
 
-def test_a_damaged_slot_explains_wrongly_decoded_bytes():
-    assert damaged_at_load([LoadReport((2,)), LoadReport((), {1: 5})]) == (2,)
-    with pytest.raises(RestoreError, match="chunk 5 of rank 1, decoded from its peers, differs"):
-        damaged_at_load([LoadReport(), LoadReport((), {3: 0, 1: 5})])
+def test_a_damaged_slot_explains_all_faults():
+    reports = [LoadReport((2,)), LoadReport((), {"chunk 5 of rank 1": NO_RANK, "bytes of rank 0 changed": 0})]
+    assert damaged_at_load(reports, False) == damaged_at_load(reports, True) == (2,)
+
+
+def test_after_faults_all_ranks_load_once_more():
+    assert damaged_at_load([LoadReport(), LoadReport((), {"bytes of rank 3 changed": 3})], False) == ()
+    assert damaged_at_load([LoadReport((), {"chunk 5 of rank 1": NO_RANK})], False) == ()
+
+
+def test_the_source_of_bytes_that_change_again_counts_as_damaged():
+    reports = [LoadReport((), {"bytes of rank 3 changed": 3, "chunk 5 of rank 1": NO_RANK}), LoadReport()]
+    assert damaged_at_load(reports, True) == (3,)
+
+
+def test_faults_without_another_source_are_an_error():
+    with pytest.raises(RestoreError, match="chunk 5 of rank 1, twice") as error:
+        damaged_at_load([LoadReport(), LoadReport((), {"chunk 5 of rank 1": NO_RANK})], True)
+    assert "checkpoint" in str(error.value)
 
 
 class Steps:
@@ -64,8 +80,8 @@ class Steps:
 
     remote_read_s = 0.0
 
-    def __init__(self, opens: OpenReport = SOUND, loads: LoadReport = LOADED, fails: str = "") -> None:
-        self.opens, self.loads, self.fails, self.steps = opens, loads, fails, []
+    def __init__(self, opens: OpenReport = SOUND, *loads: LoadReport, fails: str = "") -> None:
+        self.opens, self.loads, self.fails, self.steps = opens, list(loads or [LOADED]), fails, []
 
     def _step(self, name: str) -> None:
         self.steps.append(name)
@@ -89,7 +105,7 @@ class Steps:
     def load(self, matched: str, tensors: Any, transport: Any, at_chunk: Any) -> LoadReport:
         assert (matched, tensors, transport, at_chunk) == ("matched", {"w": "tensor"}, "transport", print)
         self._step("load")
-        return self.loads
+        return self.loads.pop(0)
 
     def finish(self, matched: str, tensors: Any) -> RestoreResult:
         assert (matched, tensors) == ("matched", {"w": "tensor"})
@@ -113,8 +129,33 @@ def test_nothing_is_made_if_a_slot_is_damaged_at_open():
 
 
 def test_nothing_is_finished_if_a_slot_is_damaged_at_load():
-    steps = Steps(loads=LoadReport((4,)))
+    steps = Steps(SOUND, LoadReport((4,)))
     assert result_of(steps) == RestoreResult((4,)) and steps.steps[-1] == "load"
+
+
+FAULT = LoadReport((), {"bytes of rank 3 changed on their way": 3})
+DECODE_FAULT = LoadReport((), {"chunk 5 of rank 1 differs": NO_RANK})
+
+
+@pytest.mark.parametrize("first", [FAULT, DECODE_FAULT])
+def test_faults_that_do_not_come_back_cost_one_more_load(first, capsys):
+    steps = Steps(SOUND, first, LOADED)
+    assert result_of(steps) == RestoreResult((), {"step": 8}, ("line",))
+    assert steps.steps == ["open", "match", "make", "load", "load", "finish"]
+    assert f"{min(first.faults)}. All ranks load again." in capsys.readouterr().err
+
+
+def test_a_source_that_is_faulty_twice_counts_as_damaged():
+    steps = Steps(SOUND, FAULT, FAULT)
+    assert result_of(steps) == RestoreResult((3,))
+    assert steps.steps == ["open", "match", "make", "load", "load"]
+
+
+def test_bytes_that_are_decoded_wrongly_twice_are_an_error():
+    steps = Steps(SOUND, DECODE_FAULT, DECODE_FAULT)
+    with pytest.raises(RestoreError, match="chunk 5 of rank 1 differs, twice"):
+        result_of(steps)
+    assert steps.steps[-2:] == ["load", "load"]
 
 
 @pytest.mark.parametrize("name", ["open", "match", "make", "load", "finish"])
@@ -128,18 +169,32 @@ def test_an_error_ends_the_steps(name):
 # What a restore opens
 
 
-def test_slots_of_this_node_are_mapped_and_closed_and_others_are_copied():
+def test_slots_of_this_node_are_mapped_and_closed_and_others_are_read_there():
     base = Version(Epoch(1, b"e" * 16), 8)
     closed: list[str] = []
     mapped = lambda names, keeps: [SimpleNamespace(map=f"map of {names[0]}", close=lambda: closed.append(names[0]))]  # noqa: E731
-    remote = SimpleNamespace(own="a", slot=lambda source: f"copy of {source.slot}", capsule=lambda *key: key)
-    opener = SlotOpener(SimpleNamespace(take=mapped), remote)
+    remote = SimpleNamespace(
+        own="a", address="unix:/nowhere", slot=lambda source, channel: channels.append(channel) or f"far {source.slot}",
+        capsule=lambda *key: key,
+    )  # fmt: skip
+    channels: list[grpc.Channel] = []
+    opener = SlotOpener(SimpleNamespace(take=mapped, pins_for=None), remote)
     near, far = (HeldSlot(node, rank, f"slot-{rank}", SlotState.SEALED, base) for rank, node in enumerate("ab"))
-    assert [opener.slot(near), opener.slot(far)] == ["map of slot-0", "copy of slot-1"]
+    assert [opener.slot(near), opener.slot(far)] == ["map of slot-0", "far slot-1"]
     plan = RecoveryPlan(base, {}, {3: HeldCapsule("b", 3, base, 0)})
     assert opener.capsule(plan, 3) == ("b", 3, base)
     opener.close()
     assert closed == ["slot-0"]
+    with pytest.raises(ValueError, match="closed channel"):
+        channels[0].unary_unary("/any")(b"")
+
+
+def test_slots_of_a_job_on_devices_are_pinned():
+    pinned = []
+    slot = SimpleNamespace(map="map", register=pinned.append)
+    opener = SlotOpener(SimpleNamespace(take=lambda names, keeps: [slot], pins_for="cuda:0"), SimpleNamespace(own="a"))
+    opener.slot(HeldSlot("a", 0, "slot-0", SlotState.SEALED, Version(Epoch(1, b"e" * 16), 8)))
+    assert pinned == ["cuda:0"]
 
 
 # Host state in another shape

@@ -22,7 +22,7 @@ from reft.core.coding.erasure import (
     COLUMNS_MAX,
     COLUMNS_MIN,
     SHARDS_MAX,
-    ArrayOperations,
+    ArrayFunctions,
     ErasureCode,
     XorOp,
     XorProgram,
@@ -444,7 +444,7 @@ def test_no_temporaries():
     groups = ([shards[each] for each in program.inputs], stale(4, 64), stale(program.scratch, 64))
     known = {each.ctypes.data for group in groups for each in group}
     targets: list[int] = []
-    run(program, *groups, ArrayOperations(xor, np.copyto))
+    run(program, *groups, ArrayFunctions(xor, np.copyto))
     assert len(targets) == xors(program)
     assert np.array_equal(groups[1], shards[5])
 

@@ -104,23 +104,32 @@ def test_slots_of_moved_ranks_are_read_on_their_own_node():
 
 
 def test_slots_on_nodes_without_ranks_are_read_from_other_nodes():
-    assert assign_readers({0: "spare", 1: "a", 2: "idle"}, {"a": [0, 1], "idle": []}) == {0: 0, 1: 1, 2: 2}
+    assert assign_readers({0: "spare", 1: "a", 2: "idle"}, {"a": [0, 1, 2], "idle": []}) == {0: 0, 1: 1, 2: 2}
+
+
+def test_readers_exist_in_a_job_with_fewer_ranks():
+    sources = {0: "a", 1: "a", 2: "b", 3: "gone", 4: "gone", 5: "gone"}
+    assert assign_readers(sources, {"a": [0], "b": [1]}) == {0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 1}
+    assert assign_readers(sources, {"new": [0, 1]}) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
 
 
 @given(
     st.dictionaries(st.integers(0, 9), st.sampled_from("abcd")),
-    st.lists(st.sampled_from("abc"), min_size=10, max_size=10), st.randoms(use_true_random=False),
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_readers_are_on_the_slots_node_and_evenly_loaded(sources, where, shuffle):
-    nodes = {node: [rank for rank in range(10) if where[rank] == node] for node in "abc"}
+    nodes = {node: [rank for rank in range(len(where)) if where[rank] == node] for node in "abc"}
     readers = assign_readers(sources, nodes)
     assert readers.keys() == sources.keys()
     mixed = {node: shuffle.sample(ranks, len(ranks)) for node, ranks in shuffle.sample(list(nodes.items()), 3)}
     assert assign_readers(dict(shuffle.sample(list(sources.items()), len(sources))), mixed) == readers
     for old, new in readers.items():
         here = nodes.get(sources[old], [])
-        assert new in here or (not here and new == old)
+        assert new in (here or range(len(where)))
         assert new == old or old not in here
         if here and new != old:
             load = [sum(readers[o] == rank and sources[o] == sources[old] for o in readers) for rank in here]
             assert load[here.index(new)] <= min(load) + 1
+    far = [new for old, new in readers.items() if not nodes.get(sources[old])]
+    counts = [sum(each == rank for each in readers.values()) for rank in range(len(where))]
+    assert all(counts[new] <= min(counts) + 1 for new in far), "slots of idle nodes go to the ranks with least to read"

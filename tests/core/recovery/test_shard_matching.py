@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from reft.core.layout.layout import Leaf
-from reft.core.recovery.regather import readers_of
 from reft.core.recovery.shard_matching import (
     PieceLocation,
     PieceSource,
@@ -42,6 +41,9 @@ def test_rows_of_four_ranks_become_rows_of_three():
     wanted = [[rows("w", 0, 3)], [rows("w", 3, 3)], [rows("w", 6, 2)]]
     shard_match = match(pieces, wanted)
     assert not shard_match.problems and not shard_match.own
+    assert {(need.name, need.nbytes) for need in shard_match.needs} == {("w", 32)}, (
+        "the target, and the old piece's size"
+    )
     assert [(need.location.owner, need.receivers, need.copy[:3]) for need in shard_match.needs] == [
         (0, (0,), (0, 0, 32)), (1, (0,), (0, 32, 16)), (1, (1,), (16, 0, 16)), (2, (1,), (0, 16, 32)), (3, (2,), (0, 0, 32)),
     ]  # fmt: skip
@@ -199,12 +201,3 @@ def test_a_replica_that_some_holders_lack_is_reported():
     placement = placement_for(leaves, [0, 1], "none", None, 4096)
     _, problems = pieces_of(placement, lambda rank: {}, {0: UnforeseenLeaves(frozenset({"a"})), 1: UnforeseenLeaves()})
     assert problems == ["a: some of its ranks did not have it"]
-
-
-# Readers
-
-
-def test_slots_are_read_on_their_node_or_shared_out():
-    sources = {0: "a", 1: "a", 2: "b", 3: "gone", 4: "gone", 5: "gone"}
-    assert readers_of(sources, {"a": [0], "b": [1]}, 2) == {0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 1}
-    assert set(readers_of(sources, {"new": [0, 1]}, 2).values()) == {0, 1}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import grpc
+import numpy as np
 import pytest
 
 from reft.client.restore import remote_slots
@@ -44,11 +46,21 @@ def remote(job: Job) -> RemoteSlots:
     return RemoteSlots("job", job.daemons[0].address, job.hellos[0].node_id, nodes, 10.0)
 
 
-def test_a_slot_comes_from_another_node(job):
+@pytest.fixture
+def channel(job) -> Iterator[grpc.Channel]:
+    with rpc.channel(job.daemons[0].address) as channel:
+        yield channel
+
+
+def test_the_data_of_a_slot_come_from_another_node_range_by_range(job, channel):
     there = job.daemons[1].folder / "job" / held(job).slot
-    slot = remote(job).slot(held(job))
+    slot = remote(job).slot(held(job), channel)
     assert slot.header.version == job.version(3)
-    assert slot.data.tobytes() == there.read_bytes()[-slot.data.nbytes :]
+    assert not slot.data.any(), "nothing of the data is copied in advance"
+    parts = [np.zeros(n, np.uint8) for n in (5, 0, 3 << 20, 7)]
+    slot.read(1000, *parts)
+    data = there.read_bytes()[-slot.data.nbytes :]
+    assert b"".join(part.tobytes() for part in parts) == data[1000 : 1000 + sum(part.nbytes for part in parts)]
     assert slot.bad_chunks() == []
 
 
@@ -62,7 +74,7 @@ def test_a_capsule_comes_from_another_node_or_from_the_own(job):
         assert remote(job).capsule(job.hellos[node].node_id, rank, job.version(3)).capsule == record.capsule
 
 
-def test_a_missing_slot_or_capsule_is_named(job):
+def test_a_missing_slot_or_capsule_is_named(job, channel):
     with pytest.raises(
         FormatError, match=r"the data of rank 0 on node n1 cannot be read: node n1: no capsule of rank 0"
     ):
@@ -70,17 +82,17 @@ def test_a_missing_slot_or_capsule_is_named(job):
     gone = held(job)
     os.truncate(job.daemons[1].folder / "job" / gone.slot, DATA_BYTES)
     with pytest.raises(FormatError, match=r"the data of rank 1 on node n1 cannot be read: .*was cut"):
-        remote(job).slot(gone)
+        remote(job).slot(gone, channel)
     job.daemons[1].kill()
     for read in (
-        lambda: remote(job).slot(gone),
+        lambda: remote(job).slot(gone, channel),
         lambda: remote(job).capsule(gone.node, 0, job.version(3)),
     ):
         with pytest.raises(RestoreError, match="node n1 can't be reached"):
             read()
 
 
-def test_the_deadline_of_a_read_grows_with_its_bytes(job, monkeypatch):
+def test_the_deadline_of_a_read_grows_with_its_bytes(job, channel, monkeypatch):
     given = []
 
     class Stub(pb_grpc.DaemonStub):
@@ -90,8 +102,9 @@ def test_the_deadline_of_a_read_grows_with_its_bytes(job, monkeypatch):
             self.Read = lambda request, timeout: given.append((request.size, timeout)) or read(request, timeout=timeout)
 
     monkeypatch.setattr(remote_slots.pb_grpc, "DaemonStub", Stub)
-    slot = remote(job).slot(held(job))
-    assert [size for size, _ in given] == [2 * PAGE, slot.header.geometry.file_bytes]
+    slot = remote(job).slot(held(job), channel)
+    slot.read(0, np.zeros(2 << 20, np.uint8))
+    assert [size for size, _ in given] == [2 * PAGE, slot.header.geometry.data_offset, 2 << 20]
     assert [timeout for _, timeout in given] == [10.0 + size / REMOTE_BYTES_PER_S for size, _ in given]
 
 

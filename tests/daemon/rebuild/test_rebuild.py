@@ -24,11 +24,11 @@ from reft.core.commit.version import Version
 from reft.wire import capsule_format, messages
 from reft.wire.manifest import placement_of
 from reft.wire.rebuild_request import rebuild_request
-from reft.wire.slot_format import SlotMap, chunk_digest
+from reft.wire.slot_format import PAGE, Geometry, SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.arena.arena import Arena
+from reft_daemon.arena.arena import Arena, SlotFile
 from reft_daemon.jobs import leasing
-from reft_daemon.rebuild.rebuild import Rebuild, _Lost
+from reft_daemon.rebuild.rebuild import Rebuild, _LostSlot
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support import certificates
 from tests.support.daemons import DaemonProcess, until
@@ -431,7 +431,8 @@ def test_decoded_data_is_compared_with_the_saved_digests(start):
     with Lost(daemons[1]):
         done = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
         assert done.exit_code == 1
-        assert "the decoded data of rank 1" in done.stderr and "in lane 0" in done.stderr
+        assert "the decoded data of rank 1" in done.stderr
+        assert "in lane 0, made from ranks 0, 2, 3 on n0, n2, n3, twice." in done.stderr
         assert not list(spare.folder.glob("job/*"))
         assert spare.call("Status", pb.StatusRequest()).held_bytes == 0
 
@@ -471,20 +472,21 @@ def test_an_attach_during_a_rebuild_leases_no_unfinished_slot(tmp_path):
     """The trainer would write a slot that the rebuild frees once it notices the attach."""
 
     async def run() -> None:
-        registry, lost = registry_of(Arena(tmp_path, 0)), _Lost(0, pb.CapsuleRecord(), b"table", CHUNK)
+        registry = registry_of(Arena(tmp_path, 0))
+        lost = _LostSlot(0, pb.CapsuleRecord(), b"table", Geometry(PAGE, CHUNK, CHUNK))
         first, second = decide_request(1), decide_request(2)
         first.manifest.token = second.manifest.token = bytes(32)
         await registry.decide(first)
         job = registry.get("job")
-        first.manifest.chunk_bytes = CHUNK
         version = messages.version_to(Version(epoch_of(1), 3))
         rebuild = Rebuild(
             registry, pb.RebuildRequest(manifest=first.manifest, decision=first.decision, version=version)
         )
-        await rebuild._prepare_slots(job, [lost], [])
+        slots: dict[int, SlotFile] = {}
+        await rebuild._make_slot(job, lost, slots)
         await registry.decide(second)
         leased = await leasing.lease(job, lease_request(2))
-        rebuild._drop_unsealed(job, [lost], False)
+        rebuild._drop_unsealed(job, slots.values(), False)
         assert {slot.name for slot in leased} == set(job.slots.all) and {slot.backing for slot in leased} == {"tmpfs"}
         assert registry.arena.held_bytes == job.held_bytes
         await registry.close(purge=True)

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reft.core.commit.slots import SlotState
-from reft.core.recovery.rebuild import ShardRebuilder
 from reft.failpoints import Failpoints
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
 from reft_daemon.peers.round_replicator import PeerChannels
+from reft_daemon.rebuild import executor
 from reft_daemon.rebuild.rebuild import Rebuild
 from reft_daemon.registry import Registry, RetentionTimes
-from tests.daemon.rebuild.test_rebuild import Held, Lost, cluster, request_for
-from tests.support.daemons import DaemonProcess
-
-
-@pytest.fixture(scope="module")
-def request_of_rank_3() -> Iterator[pb.RebuildRequest]:
-    """A request to rebuild rank 3, whose node is lost; the job has four nodes."""
-    with contextlib.ExitStack() as stack:
-
-        def start(*flags: str) -> DaemonProcess:
-            return stack.enter_context(contextlib.closing(DaemonProcess(*flags)))
-
-        held = Held(cluster(start, 4), 1).end()
-        stack.enter_context(Lost(held.job.daemons[3]))
-        yield request_for(held, 3)
 
 
 class Pause:
@@ -59,7 +43,7 @@ class Pause:
 
 def tasks_left() -> list[asyncio.Task[Any]]:
     """Returns the tasks of a rebuild that still run."""
-    files = ("/rebuild.py", "/allocator.py", "/slot_reads.py")
+    files = ("/rebuild.py", "/executor.py", "/source_reader.py", "/allocator.py", "/slot_reads.py")
     return [task for task in asyncio.all_tasks() if task.get_coro().cr_code.co_filename.endswith(files)]
 
 
@@ -67,7 +51,7 @@ def slots_of(folder: Path) -> list[Path]:
     return list(folder.glob("job/rank-*"))
 
 
-PLACES = {"making": (Arena, "create"), "decoding": (ShardRebuilder, "make"), "comparing": (SlotMap, "digests_of")}
+PLACES = {"making": (Arena, "create"), "decoding": (executor, "run_columns"), "comparing": (SlotMap, "digests_of")}
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])

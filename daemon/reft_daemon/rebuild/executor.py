@@ -1,0 +1,124 @@
+"""Carries out the operations of a rebuild: the daemon's driver of `reft.core.recovery.walk`.
+
+read    a task fills the rows of its slice, from a slot at hand
+decode  a thread computes the made packets from the rows, in the memory of the new slots
+emit    waits for that thread
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from reft.core.coding.erasure import Bytes, make_program, run_columns
+from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, StripeSlice, TransferPlan
+from reft.core.recovery.rebuild_plan import DAEMON
+from reft.core.recovery.walk import WalkPhase, walk
+from reft.errors import ConfigError
+from reft_daemon.arena.arena import SlotFile
+
+T = TypeVar("T")
+ReadBytes = Callable[[int, int, Bytes], Awaitable[None]]
+
+
+async def made_slices(
+    plan: TransferPlan, read: ReadBytes, slots: Mapping[int, SlotFile]
+) -> AsyncGenerator[StripeSlice, None]:
+    """Makes lost slots; yields each slice once its bytes are in the slots.
+
+    At the end, also after an error, nothing reads and nothing writes the slots any more.
+
+    Args:
+        plan: from `rebuild_plan`.
+        read: `await read(old, offset, into)` fills `into` with bytes of an old rank's data.
+        slots: lost rank → its new slot.
+
+    Raises:
+        ConfigError: a stripe can't be decoded from the slots at hand.
+        FormatError: a new slot was freed.
+    """
+    rows: dict[StripeSlice, Bytes] = {}
+    tasks: dict[ReadOperation | StripeSlice, asyncio.Future[Any]] = {}
+    actions = walk(plan.operations(DAEMON), plan.sizes)
+    try:
+        while (action := await in_thread(next, actions, None)) is not None:
+            phase, operation = action
+            if phase is WalkPhase.START and isinstance(operation, ReadOperation):
+                assert operation.slice is not None, "only slices are read"
+                if operation.slice not in rows:
+                    rows[operation.slice] = _empty_rows(operation.slice)
+                tasks[operation] = asyncio.ensure_future(_fill(rows[operation.slice], operation, read))
+            elif phase is WalkPhase.FINISH and isinstance(operation, ReadOperation):
+                await tasks.pop(operation)
+            elif phase is WalkPhase.FINISH and isinstance(operation, DecodeOperation):
+                decoding = in_thread(_decode, operation.slice, rows.pop(operation.slice), slots)
+                tasks[operation.slice] = asyncio.ensure_future(decoding)
+            elif phase is WalkPhase.POST and isinstance(operation, EmitOperation):
+                await tasks.pop(operation.slice)
+                yield operation.slice
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await run_to_end(asyncio.gather(*tasks.values(), return_exceptions=True))
+
+
+def _empty_rows(stripe_slice: StripeSlice) -> Bytes:
+    packets = len(stripe_slice.read.shards) * stripe_slice.lane.code.w
+    return np.empty(packets * stripe_slice.width, np.uint8)
+
+
+async def _fill(rows: Bytes, operation: ReadOperation, read: ReadBytes) -> None:
+    """Fills the rows of one shard: one call for each run of its slot's bytes."""
+    for part in operation.parts:
+        old, new, nbytes = (numbers.tolist() for numbers in part.need.copy.within(part.begin, part.end))
+        for begin, at, size in zip(old, new, nbytes, strict=True):
+            await read(operation.owner, part.at - part.begin + begin, rows[at : at + size])
+
+
+def _decode(stripe_slice: StripeSlice, rows: Bytes, slots: Mapping[int, SlotFile]) -> None:
+    """Computes the made packets of a slice from its rows, in their slots."""
+    lane, width, packets = stripe_slice.lane, stripe_slice.width, rows.reshape(-1, stripe_slice.width)
+    program = make_program(lane.code, stripe_slice.read.shards, [made.shard for made in stripe_slice.made])
+    outputs = []
+    for made in stripe_slice.made:
+        for packet in range(lane.code.w):
+            begin = made.offset + packet * lane.packet_bytes + stripe_slice.begin
+            outputs.append(slots[made.owner].map.data[begin : begin + width])
+    run_columns(program, [packets[stripe_slice.row(shard) + packet] for shard, packet in program.inputs], outputs)
+
+
+async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """Runs a function in a thread, to its end.
+
+    Raises:
+        ConfigError: the function raised ValueError.
+    """
+    try:
+        return await run_to_end(asyncio.to_thread(function, *arguments))
+    except ValueError as error:
+        raise ConfigError(f"it can't be rebuilt: {error}.") from error
+
+
+async def run_to_end(work: Awaitable[T]) -> T:
+    """Waits until `work` has ended, even if the caller is cancelled; then returns its result.
+
+    The work writes into a slot, which must not be freed before.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled meanwhile.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # marks the exception as retrieved
+    raise cancelled

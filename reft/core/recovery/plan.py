@@ -1,0 +1,744 @@
+"""Plans how the bytes of a version reach their places: the operations of each rank, in order.
+
+    slot of old rank q   | shard | shard | … | parity | unreplicated |
+      window             ├──────────────┤   at most TransferSizes.piece bytes; all slots in turn
+      read               a rank on the slot's node reads the bytes that it needs, and places them
+      send, receive      the slot's reader sends to each set of ranks on other nodes what they need
+    capsule of q         | inline leaf | inline leaf |      the same, of leaves laid end to end
+    lost slot of q       its keeper collects columns of k shards of a stripe, decodes them, and
+                         compares them with the digests of q; then it is the reader of q
+
+    same shape     a need is a part of a cell, for all holders of the cell. The keeper holds the
+                   cell, so it decodes from its live memory, and only parity is sent to it.
+    another shape  a need is a region of a leaf, from `shard_matching`.
+    recover        nothing is needed but the lost slots themselves, with their parity.
+
+Invariants
+  1. The list follows from needs, placement, slots at hand and readers: it is the same on all ranks.
+     Its order is that of windows, then of old ranks. So a rank can leave out the operations of
+     others without counting them, and each pair of ranks posts its messages in the same order.
+  2. A rank that works on an operation has finished or begun all its operations before that one. So
+     the first unfinished operation can always be finished: ranks never wait in a circle.
+  3. Each needed byte reaches each rank that needs it once: from a slot on the rank's own node if
+     the byte lies there, else in a message from one sender.
+  4. A stripe is decoded from k shards at hand. A data shard at hand is never decoded.
+  5. An emission follows the columns of the next slice, so that messages and decoding overlap. At
+     most two slices of a keeper wait for columns or for their emission.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import merge
+from itertools import islice, pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from reft.core.coding.placement import Lane, Placement, ShardBlock, ranges
+from reft.core.layout.cells import Cell
+from reft.core.layout.layout import ALIGNMENT, align
+from reft.core.layout.regions import RegionCopy
+from reft.core.recovery.gather import StripeRead, assign_readers, stripe_reads
+from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
+
+
+@dataclass(frozen=True)
+class TransferSizes:
+    """How many bytes are in transfer at a time; the same on all ranks.
+
+    Attributes:
+        piece: bytes read, packed and sent at a time.
+        band: bytes of all registers of one decoded slice.
+        window: bytes of messages under way.
+        ahead: bytes read and verified in advance; small enough to stay in the cache until sent.
+    """
+
+    piece: int = 4 << 20
+    band: int = 16 << 20
+    window: int = 32 << 20
+    ahead: int = 8 << 20
+
+
+@dataclass(frozen=True)
+class SlotReaders:
+    """Which new ranks read which slot.
+
+    Attributes:
+        reader_of: old rank → new rank that reads its slot for ranks on other nodes, for all slots
+            at hand.
+        keeper_of: old rank → new rank that has its capsule, and makes its slot if that is lost.
+        node_of_slot: old rank → node that has its slot, for all slots at hand.
+        node_of_rank: for each new rank its node.
+    """
+
+    reader_of: Mapping[int, int]
+    keeper_of: Mapping[int, int]
+    node_of_slot: Mapping[int, str]
+    node_of_rank: Sequence[str]
+
+    def is_near(self, old: int, rank: int) -> bool:
+        """Whether a new rank reads an old rank's slot itself."""
+        return self.reader_of[old] == rank or self.node_of_slot[old] == self.node_of_rank[rank]
+
+    @classmethod
+    def of(cls, sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]], old_world: int) -> SlotReaders:
+        """Returns the readers of a job.
+
+        Args:
+            sources: old rank → node that has its slot, for all slots at hand.
+            nodes: node → the ranks that run there now.
+            old_world: the number of old ranks.
+        """
+        node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
+        reader_of, world = assign_readers(sources, nodes), len(node_of)
+        keeper_of = {old: reader_of.get(old, old % world) for old in range(old_world)}
+        return cls(reader_of, keeper_of, sources, [node_of[rank] for rank in range(world)])
+
+
+class NeededRange(NamedTuple):
+    """Bytes begin..end of a piece that one need takes. They lie from `at` on in the source."""
+
+    need: PieceTransfer
+    at: int
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Returns how many bytes the need takes."""
+        return self.need.copy.bytes_within(self.begin, self.end)
+
+
+class OutgoingMessage(NamedTuple):
+    """Bytes that this rank sends to some ranks, packed in the order of `parts`."""
+
+    parts: tuple[NeededRange, ...]
+    receivers: tuple[int, ...]
+    nbytes: int
+
+
+class MadeShard(NamedTuple):
+    """A shard to make again, at an offset of its owner's slot."""
+
+    shard: int
+    owner: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class StripeSlice:
+    """Columns begin..end of a stripe's packets, and the shards made from them.
+
+    Attributes:
+        lane: the lane of the stripe.
+        read: the shards that are read, and the data shards that are lost.
+        begin: first column.
+        end: column behind the last.
+        made: the shards to make, ascending.
+        live: the shards of read.shards whose bytes are in the keeper's live memory.
+        keeper: new rank.
+    """
+
+    lane: Lane
+    read: StripeRead
+    begin: int
+    end: int
+    made: tuple[MadeShard, ...]
+    live: tuple[int, ...]
+    keeper: int
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return self.end - self.begin
+
+    @property
+    def registers(self) -> int:
+        """The number of packets that are read and made."""
+        return (len(self.read.shards) + len(self.made)) * self.lane.code.w
+
+    def row(self, shard: int) -> int:
+        """Returns the index of a read shard's first packet among the packets of this slice."""
+        return self.read.shards.index(shard) * self.lane.code.w
+
+
+@dataclass(frozen=True, eq=False)
+class ReadOperation:
+    """Reads bytes of a slot or a capsule, verifies them, places them and sends them.
+
+    Attributes:
+        source: SLOT, or CAPSULE: the inline leaves of the capsule, end to end.
+        owner: the old rank.
+        begin: where the needed bytes begin in the source.
+        end: where they end.
+        parts: the parts that this rank needs itself, in the order of the source.
+        messages: what goes to ranks on other nodes.
+        slice: the slice whose packets, end to end, are the target; None: live memory.
+    """
+
+    source: PieceSource
+    owner: int
+    begin: int
+    end: int
+    parts: tuple[NeededRange, ...]
+    messages: tuple[OutgoingMessage, ...]
+    slice: StripeSlice | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are placed and packed."""
+        return sum(part.nbytes for part in self.parts) + sum(message.nbytes for message in self.messages)
+
+
+@dataclass(frozen=True, eq=False)
+class ReceiveOperation:
+    """Receives a message, verifies it, and places its parts.
+
+    Attributes:
+        owner: the old rank whose bytes these are.
+        sender: new rank.
+        parts: in the order of the message.
+        nbytes: size of the message.
+        slice: see `ReadOperation`.
+    """
+
+    owner: int
+    sender: int
+    parts: tuple[NeededRange, ...]
+    nbytes: int
+    slice: StripeSlice | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeOperation:
+    """Makes the shards of a slice; all operations before it must have finished."""
+
+    slice: StripeSlice
+
+
+@dataclass(frozen=True, eq=False)
+class EmitOperation:
+    """Verifies the made shards of a slice, places them and sends them.
+
+    The source is the made packets, end to end: shard after shard, each packet with the columns of
+    the slice.
+
+    Attributes:
+        slice: the slice; its decode operation comes earlier in the list.
+        parts: the parts that this rank needs itself.
+        messages: what goes to other ranks.
+    """
+
+    slice: StripeSlice
+    parts: tuple[NeededRange, ...]
+    messages: tuple[OutgoingMessage, ...]
+
+    @property
+    def owner(self) -> int:
+        """The old rank whose bytes these are."""
+        return self.slice.made[0].owner
+
+
+TransferOperation = ReadOperation | ReceiveOperation | DecodeOperation | EmitOperation
+_Keyed = tuple[tuple[int, int, int], TransferOperation]
+
+
+# Needs
+
+
+def cell_name(number: int) -> str:
+    """Returns the target name of the needs of a whole cell."""
+    return f"cell {number}"
+
+
+def same_shape_needs(placement: Placement, cells: Iterable[int], sizes: TransferSizes) -> list[PieceTransfer]:
+    """Returns the needs of these cells: every holder needs every byte, at its place in the cell.
+
+    A cell is cut where a large leaf begins or ends, so that a message may arrive in the leaf.
+    """
+    needs = []
+    for number in cells:
+        cell = placement.division.cells[number]
+        borders = _leaf_borders(cell, sizes.piece // 4)
+        for begin, end in pairwise(borders):
+            location = PieceLocation(PieceSource.CELL, number, begin)
+            copy = RegionCopy(0, begin, end - begin)
+            needs.append(PieceTransfer(cell_name(number), end - begin, location, copy, cell.holders))
+    return needs
+
+
+def _leaf_borders(cell: Cell, least: int) -> list[int]:
+    borders = {0, cell.nbytes}
+    for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
+        if leaf.nbytes >= least:
+            borders |= {offset, offset + leaf.nbytes}
+    return sorted(borders)
+
+
+def cells_near(placement: Placement, readers: SlotReaders, rank: int) -> list[int]:
+    """Returns the cells of a new rank, and of the slots that it reads."""
+    division = placement.division
+    ranks = {rank, *(old for old, reader in readers.reader_of.items() if reader == rank)}
+    return sorted({cell for each in ranks for cell in division.cells_of[division.layout_of[each]]})
+
+
+def is_made(placement: Placement, owner: int) -> bool:
+    """Returns whether an old rank's lost slot must be decoded: some of its data has no copy."""
+    part = placement.rank_placement(owner)
+    return any(placement.lanes[block.lane].code.k > 1 for block in part.blocks[: part.data_blocks])
+
+
+@dataclass(frozen=True)
+class _GroupedNeeds:
+    """Needs, grouped by source, in the order of their offsets there.
+
+    Attributes:
+        cells: cell → offset in the cell → the needs of the piece there.
+        offsets: cell → these offsets.
+        slots: old rank → offset in its slot → the needs of the unreplicated piece there.
+        inline: old rank → name → the needs of that inline leaf.
+    """
+
+    cells: Mapping[int, Mapping[int, Sequence[PieceTransfer]]]
+    offsets: Mapping[int, Sequence[int]]
+    slots: Mapping[int, Mapping[int, Sequence[PieceTransfer]]]
+    inline: Mapping[int, Mapping[str, Sequence[PieceTransfer]]]
+
+    @classmethod
+    def of(cls, needs: Iterable[PieceTransfer]) -> _GroupedNeeds:
+        by_source: dict[PieceSource, dict[int, dict[Any, list[PieceTransfer]]]] = {where: {} for where in PieceSource}
+        for need in needs:
+            where, owner, offset = need.location
+            key = need.name if where is PieceSource.CAPSULE else offset
+            by_source[where].setdefault(owner, {}).setdefault(key, []).append(need)
+        cells, slots, inline = (
+            {owner: dict(sorted(by_source[where][owner].items())) for owner in sorted(by_source[where])}
+            for where in (PieceSource.CELL, PieceSource.SLOT, PieceSource.CAPSULE)
+        )
+        return cls(cells, {cell: list(places) for cell, places in cells.items()}, slots, inline)
+
+
+class _Extent(NamedTuple):
+    """Bytes begin..end of a source, which are the bytes of a piece from `first` on.
+
+    Attributes:
+        needs: of the piece.
+        copies: old ranks whose slots have a copy of these bytes; empty if only this source has.
+    """
+
+    begin: int
+    end: int
+    first: int
+    needs: Sequence[PieceTransfer]
+    copies: tuple[int, ...] = ()
+
+
+# The plan
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Lists the operations of each new rank.
+
+    Args:
+        needs: which bytes go to which targets. In the same shape only those of `cells_near`.
+        placement: under which the slots were written.
+        readers: who reads which slot.
+        lost: old ranks whose slots are made again by their keepers.
+        has_live_cells: whether every keeper's live memory has the cells of its lost slots, as
+            in a restore of the same shape.
+        makes_parity: whether parity shards are made again, too.
+        sizes: of pieces and slices.
+    """
+
+    needs: Sequence[PieceTransfer]
+    placement: Placement
+    readers: SlotReaders
+    lost: Collection[int] = ()
+    has_live_cells: bool = False
+    makes_parity: bool = False
+    sizes: TransferSizes = TransferSizes()
+    _reads: dict[int, list[StripeRead]] = field(default_factory=dict)
+    _lane_windows: dict[int, int] = field(default_factory=dict)
+    _offsets: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    _takers: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    def operations(self, rank: int) -> Iterator[TransferOperation]:
+        """Yields the operations of a new rank, in list order.
+
+        Raises:
+            ValueError: needed bytes are in no slot at hand, and can't be decoded.
+        """
+        self._refuse_lost_bytes()
+        own = _GroupedNeeds.of(need for need in self.needs if rank in need.receivers)
+        streams = []
+        for old in self.owners:
+            if old in self.readers.reader_of:
+                needs = self._all_needs if self.readers.reader_of[old] == rank else own
+                streams.append(self._windows(PieceSource.SLOT, old, self._slot_extents(old, needs), rank))
+        for old in self._all_needs.inline:
+            needs = self._all_needs if self.readers.keeper_of[old] == rank else own
+            streams.append(self._windows(PieceSource.CAPSULE, old, self._capsule_extents(old, needs), rank))
+        streams += [self._slices(keeper, rank, own) for keeper in self._keepers()]
+        yield from (operation for _, operation in merge(*streams, key=itemgetter(0)))
+
+    def inline_extents(self, owner: int) -> list[tuple[str, int, int]]:
+        """Returns name, begin and end of an old rank's needed inline leaves, end to end."""
+        extents, at = [], 0
+        for name, needs in self._all_needs.inline.get(owner, {}).items():
+            extents.append((name, at, at + needs[0].nbytes))
+            at += needs[0].nbytes
+        return extents
+
+    @cached_property
+    def _all_needs(self) -> _GroupedNeeds:
+        return _GroupedNeeds.of(self.needs)
+
+    @cached_property
+    def owners(self) -> list[int]:
+        """The old ranks whose slots have needed bytes, ascending."""
+        cells = self.placement.division.cells
+        holders = {cells[cell].holders for cell in self._all_needs.cells}
+        return sorted({old for each in holders for old in each} | self._all_needs.slots.keys())
+
+    def _refuse_lost_bytes(self) -> None:
+        """Raises ValueError if needed bytes are in no slot at hand, and can't be decoded."""
+        gone = [old for old in self._all_needs.slots if old not in self.readers.reader_of]
+        if gone:
+            raise ValueError(f"only the slot of old rank {gone[0]} has some of the needed bytes, and it is lost.")
+        missing = set(self.owners).difference(self.readers.reader_of)
+        for cell in self._all_needs.cells if missing else ():
+            for number in self.placement.lanes_of(cell):
+                if not missing.isdisjoint(self.placement.lanes[number].members):
+                    self._stripe_read(number, 0)
+
+    # Slots at hand
+
+    def _slot_extents(self, owner: int, needs: _GroupedNeeds) -> Iterator[_Extent]:
+        """Yields the extents of a slot that some need in `needs` takes, in slot order."""
+        lanes = self._lane_offsets(owner)
+        for is_parity in (False, True):
+            for number, offsets in lanes.items():
+                lane = self.placement.lanes[number]
+                # With k = 1, parity shards are copies of the data.
+                if lane.cell in needs.cells and (lane.code.k == 1 or not is_parity):
+                    yield from self._lane_extents(number, owner, offsets[is_parity], is_parity, needs)
+        for at, each in needs.slots.get(owner, {}).items():
+            yield _Extent(at, at + each[0].nbytes, 0, each)
+
+    def _lane_extents(
+        self, number: int, owner: int, offset: int, is_parity: bool, needs: _GroupedNeeds
+    ) -> Iterator[_Extent]:
+        """Yields the needed extents of an owner's shards of a lane, from an offset on."""
+        lane = self.placement.lanes[number]
+        member, size = lane.members.index(owner), lane.shard_bytes
+        for run in lane.stripe_runs(member, is_parity):
+            stripes = run
+            if self.has_live_cells and lane.code.k > 1 and size * 4 < self.sizes.piece:
+                yield from self._run_extents(lane, owner, member, run, offset)
+                full = self._full_shards(lane, member, run)
+                offset, stripes = offset + full * size, run[full:]
+            for stripe in stripes:
+                block = ShardBlock(number, stripe, (member - stripe) % lane.D, offset, size)
+                yield from self._block_extents(block, needs, self._copies(block))
+                offset += size
+
+    def _run_extents(self, lane: Lane, owner: int, member: int, run: range, offset: int) -> Iterator[_Extent]:
+        """Yields one extent for many small shards: their places in the cell are evenly spaced."""
+        count, size, step = self._full_shards(lane, member, run), lane.shard_bytes, (lane.code.k - 1) * lane.shard_bytes
+        if count:
+            begin, _ = lane.data_range(run[0], (member - run[0]) % lane.D)
+            copy = RegionCopy(0, begin, size, (count,), (size,), (step,))
+            location = PieceLocation(PieceSource.SLOT, owner, offset)
+            holders = self.placement.division.cells[lane.cell].holders
+            need = PieceTransfer(cell_name(lane.cell), count * size, location, copy, holders)
+            yield _Extent(offset, offset + count * size, 0, (need,))
+
+    def _full_shards(self, lane: Lane, member: int, run: range) -> int:
+        """Returns how many data shards at the begin of a run have no padding."""
+        _, end = lane.data_range(run[0], (member - run[0]) % lane.D)
+        step = (lane.code.k - 1) * lane.shard_bytes
+        return min(max((lane.begin + lane.nbytes - end) // step + 1, 0), len(run))
+
+    def _capsule_extents(self, owner: int, needs: _GroupedNeeds) -> Iterator[_Extent]:
+        """Yields the extents of a capsule's inline leaves that some need in `needs` takes."""
+        wanted = needs.inline.get(owner, {})
+        for name, begin, end in self.inline_extents(owner):
+            if name in wanted:
+                yield _Extent(begin, end, 0, wanted[name])
+
+    def _block_extents(self, block: ShardBlock, needs: _GroupedNeeds, copies: tuple[int, ...]) -> Iterator[_Extent]:
+        """Yields the needed extents of a block's data, by their offsets in the slot."""
+        lane = self.placement.lanes[block.lane]
+        offsets = needs.offsets.get(lane.cell)
+        if offsets is None:
+            return
+        begin, end, _ = ranges(lane, block.stripe, block.shard if lane.code.k > 1 else 0)
+        pieces = needs.cells[lane.cell]
+        for offset in islice(offsets, max(bisect_right(offsets, begin) - 1, 0), None):
+            if offset >= end:
+                break
+            first, last = max(begin, offset), min(end, offset + pieces[offset][0].nbytes)
+            if first < last:
+                at = block.offset + first - begin
+                yield _Extent(at, at + last - first, first - offset, pieces[offset], copies)
+
+    def _copies(self, block: ShardBlock) -> tuple[int, ...]:
+        """Returns the old ranks whose slots at hand have a copy of a block."""
+        lane = self.placement.lanes[block.lane]
+        if lane.code.k > 1 or not lane.code.f:
+            return ()
+        holders = (lane.members[lane.member_of(block.stripe, shard)] for shard in range(lane.code.f + 1))
+        return tuple(old for old in holders if old in self.readers.reader_of)
+
+    def _takers_of(self, owner: int, extent: _Extent, receivers: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns those of `receivers` that take an extent from this owner's slot.
+
+        If several slots have a copy, a rank takes one that it reads itself, else the first.
+        """
+        if not extent.copies:
+            return receivers
+        key = (owner, extent.copies, receivers)
+        if key not in self._takers:
+            near = self.readers.is_near
+            self._takers[key] = tuple(
+                rank
+                for rank in receivers
+                if next((old for old in extent.copies if near(old, rank)), extent.copies[0]) == owner
+            )
+        return self._takers[key]
+
+    def _reader_of(self, source: PieceSource, owner: int) -> int:
+        return (self.readers.keeper_of if source is PieceSource.CAPSULE else self.readers.reader_of)[owner]
+
+    def _is_near(self, source: PieceSource, owner: int, rank: int) -> bool:
+        """Whether a rank reads a source itself; only its keeper reads a capsule."""
+        if source is PieceSource.CAPSULE:
+            return self.readers.keeper_of[owner] == rank
+        return self.readers.is_near(owner, rank)
+
+    def _far_of(self, source: PieceSource, owner: int, receivers: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns those of `receivers` that can't read a source themselves."""
+        key = (source, owner, receivers)
+        if key not in self._takers:
+            self._takers[key] = tuple(rank for rank in receivers if not self._is_near(source, owner, rank))
+        return self._takers[key]
+
+    # Windows and messages
+
+    @property
+    def _window_bytes(self) -> int:
+        """Bytes of a window: whole chunks, so that a rank reads and verifies each chunk once."""
+        return align(self.sizes.piece, self.placement.chunk_bytes)
+
+    def _windows(self, source: PieceSource, owner: int, extents: Iterable[_Extent], rank: int) -> Iterator[_Keyed]:
+        """Cuts extents at window boundaries; yields the operations of each window."""
+        size = self._window_bytes
+        number, parts = -1, list[tuple[NeededRange, tuple[int, ...]]]()
+        for extent in extents:
+            at = extent.begin
+            while at < extent.end:
+                if at // size != number:
+                    yield from self._window(source, owner, number, parts, rank)
+                    number, parts = at // size, []
+                end = min(extent.end, (number + 1) * size)
+                parts += self._parts(owner, extent, at, end)
+                at = end
+        yield from self._window(source, owner, number, parts, rank)
+
+    def _parts(self, owner: int, extent: _Extent, at: int, end: int) -> Iterator[tuple[NeededRange, tuple[int, ...]]]:
+        """Yields the needed ranges of bytes at..end of a source, each with its receivers."""
+        begin = extent.first + at - extent.begin
+        for need in extent.needs:
+            receivers = self._takers_of(owner, extent, need.receivers)
+            part = NeededRange(need, at, begin, begin + end - at)
+            if receivers and part.nbytes:
+                yield part, receivers
+
+    def _window(
+        self,
+        source: PieceSource,
+        owner: int,
+        number: int,
+        parts: Sequence[tuple[NeededRange, tuple[int, ...]]],
+        rank: int,
+    ) -> Iterator[_Keyed]:
+        if not parts:
+            return
+        key = (number, 0, owner)
+        far = [(part, self._far_of(source, owner, receivers)) for part, receivers in parts]
+        sender = self._reader_of(source, owner)
+        if not self._is_near(source, owner, rank):
+            for message in self._messages(far):
+                if rank in message.receivers:
+                    yield key, ReceiveOperation(owner, sender, message.parts, message.nbytes)
+            return
+        own = tuple(part for part, receivers in parts if rank in receivers)
+        messages = tuple(self._messages(far)) if sender == rank else ()
+        spans = [*own, *(part for message in messages for part in message.parts)]
+        if spans:
+            begin, end = min(part.at for part in spans), max(part.at + part.end - part.begin for part in spans)
+            yield key, ReadOperation(source, owner, begin, end, own, messages)
+
+    def _messages(self, parts: Iterable[tuple[NeededRange, tuple[int, ...]]]) -> Iterator[OutgoingMessage]:
+        """Packs parts with the same receivers into messages.
+
+        A large part is a message of its own, so that it may arrive in its target.
+        """
+        groups: dict[tuple[tuple[int, ...], int], list[NeededRange]] = {}
+        for part, receivers in parts:
+            if receivers:
+                is_large = part.nbytes * 4 >= self.sizes.piece
+                groups.setdefault((receivers, part.at if is_large else -1), []).append(part)
+        for (receivers, _), group in groups.items():
+            yield OutgoingMessage(tuple(group), receivers, sum(part.nbytes for part in group))
+
+    # Lost slots
+
+    def _keepers(self) -> list[int]:
+        """Returns the keepers of lost slots with needed bytes, ascending."""
+        relevant = self.lost if self.makes_parity else set(self.lost).intersection(self.owners)
+        return sorted({self.readers.keeper_of[old] for old in relevant})
+
+    def _slices(self, keeper: int, rank: int, own: _GroupedNeeds) -> Iterator[_Keyed]:
+        """Yields the operations for the slots that a keeper makes: columns, decode, then emit.
+
+        Each slice is emitted after the columns of the next one.
+        """
+        before: tuple[tuple[int, int, int], StripeSlice] | None = None
+        needs = self._all_needs if keeper == rank else own
+        for index, (ready, stripe_slice) in enumerate(self._stripe_slices(keeper)):
+            key = (ready, 1 + keeper, index)
+            yield from ((key, operation) for operation in self._columns(stripe_slice, rank))
+            if keeper == rank:
+                yield key, DecodeOperation(stripe_slice)
+            if before is not None:
+                yield from ((key, operation) for operation in self._emission(before[1], rank, needs))
+            before = key, stripe_slice
+        if before is not None:
+            yield from ((before[0], operation) for operation in self._emission(before[1], rank, needs))
+
+    def _stripe_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
+        """Yields the slices of a keeper's lost slots, each with the window that completes it."""
+        stripes: dict[tuple[int, int], list[MadeShard]] = {}
+        for old in sorted(old for old in self.lost if self.readers.keeper_of[old] == keeper):
+            part = self.placement.rank_placement(old)
+            for block in part.blocks if self.makes_parity else part.blocks[: part.data_blocks]:
+                made = MadeShard(block.shard, old, block.offset)
+                stripes.setdefault((block.lane, block.stripe), []).append(made)
+        ready = sorted((self._ready(*stripe), *stripe) for stripe in stripes)
+        for window, number, stripe in ready:
+            lane, read = self.placement.lanes[number], self._stripe_read(number, stripe)
+            wanted = tuple(sorted(stripes[number, stripe]))
+            live = tuple(s for s in read.shards if self.has_live_cells and (s < lane.code.k or lane.code.k == 1))
+            rows = (len(read.shards) + len(wanted)) * lane.code.w
+            width = min(self.sizes.band // rows, self.sizes.piece // lane.code.w) // ALIGNMENT * ALIGNMENT
+            width = max(width, ALIGNMENT)
+            for begin in range(0, lane.packet_bytes, width):
+                end = min(begin + width, lane.packet_bytes)
+                yield window, StripeSlice(lane, read, begin, end, wanted, live, keeper)
+
+    def _ready(self, lane: int, stripe: int) -> int:
+        """Returns the window after which all surviving data of a stripe have come."""
+        layout, have = self.placement.lanes[lane], self.readers.reader_of
+        if layout.code.k > 1 and layout.shard_bytes * 4 < self.sizes.piece:
+            return self._lane_ready(lane)
+        shards: Sequence[int] = self._stripe_read(lane, stripe).shards
+        if layout.code.k == 1:  # the keeper may take any copy
+            shards = [s for s in range(layout.code.f + 1) if layout.members[layout.member_of(stripe, s)] in have]
+        last = max(self._input(lane, stripe, shard)[1] for shard in shards)
+        return (last + layout.shard_bytes - 1) // self._window_bytes
+
+    def _lane_ready(self, lane: int) -> int:
+        """Returns the same for a lane of small shards: all its data come about together."""
+        if lane not in self._lane_windows:
+            layout = self.placement.lanes[lane]
+            offsets = [self._lane_offsets(old)[lane][0] for old in layout.members if old in self.readers.reader_of]
+            self._lane_windows[lane] = (max(offsets) + layout.code.k * layout.shard_bytes - 1) // self._window_bytes
+        return self._lane_windows[lane]
+
+    def _columns(self, stripe_slice: StripeSlice, rank: int) -> Iterator[TransferOperation]:
+        """Yields the operations that bring a slice's columns to its keeper."""
+        lane, keeper, width = stripe_slice.lane, stripe_slice.keeper, stripe_slice.width
+        for shard in stripe_slice.read.shards:
+            old, offset = self._input(stripe_slice.read.lane, stripe_slice.read.stripe, shard)
+            reader = self.readers.reader_of[old]
+            is_near = self.readers.is_near(old, keeper)
+            if shard in stripe_slice.live or rank not in (keeper, reader) or (is_near and rank != keeper):
+                continue
+            new, packets, step = stripe_slice.row(shard) * width, lane.code.w, lane.packet_bytes
+            if width == step:  # whole packets form one run
+                copy = RegionCopy(0, new, lane.shard_bytes)
+            else:
+                copy = RegionCopy(stripe_slice.begin, new, width, (packets,), (step,), (width,))
+            location = PieceLocation(PieceSource.SLOT, old, offset)
+            need = PieceTransfer("", lane.shard_bytes, location, copy, (keeper,))
+            begin, end = copy.old, lane.shard_bytes - lane.packet_bytes + stripe_slice.end
+            part, nbytes = NeededRange(need, offset + begin, begin, end), packets * width
+            if rank == keeper and not is_near:
+                yield ReceiveOperation(old, reader, (part,), nbytes, stripe_slice)
+            elif rank == keeper:
+                yield ReadOperation(PieceSource.SLOT, old, offset + begin, offset + end, (part,), (), stripe_slice)
+            else:
+                message = OutgoingMessage((part,), (keeper,), nbytes)
+                yield ReadOperation(PieceSource.SLOT, old, offset + begin, offset + end, (), (message,))
+
+    def _emission(self, stripe_slice: StripeSlice, rank: int, needs: _GroupedNeeds) -> Iterator[TransferOperation]:
+        """Yields the operations that bring a slice's made bytes to the ranks that need them."""
+        parts: list[tuple[NeededRange, tuple[int, ...]]] = []
+        if stripe_slice.lane.code.k > 1:  # the reader of another copy sends the copies of the others
+            for index, made in enumerate(stripe_slice.made):
+                if made.shard < stripe_slice.lane.code.k:
+                    parts += self._made_parts(stripe_slice, index, made, needs)
+        others = [(part, tuple(r for r in receivers if r != stripe_slice.keeper)) for part, receivers in parts]
+        if rank != stripe_slice.keeper:
+            for message in self._messages(others):
+                if rank in message.receivers:
+                    owner = stripe_slice.made[0].owner
+                    yield ReceiveOperation(owner, stripe_slice.keeper, message.parts, message.nbytes)
+            return
+        own = tuple(part for part, receivers in parts if rank in receivers)
+        yield EmitOperation(stripe_slice, own, tuple(self._messages(others)))
+
+    def _made_parts(
+        self, stripe_slice: StripeSlice, index: int, made: MadeShard, needs: _GroupedNeeds
+    ) -> Iterator[tuple[NeededRange, tuple[int, ...]]]:
+        """Yields the needed ranges of one made shard, by offsets in the slice's made packets."""
+        lane, width = stripe_slice.lane, stripe_slice.width
+        block = ShardBlock(stripe_slice.read.lane, stripe_slice.read.stripe, made.shard, 0, lane.shard_bytes)
+        extents = list(self._block_extents(block, needs, ()))
+        for packet in range(lane.code.w):
+            begin = packet * lane.packet_bytes + stripe_slice.begin
+            row = (index * lane.code.w + packet) * width
+            for extent in extents:
+                low, high = max(extent.begin, begin), min(extent.end, begin + width)
+                if low < high:
+                    moved = _Extent(
+                        row + low - begin, row + high - begin, extent.first + low - extent.begin, extent.needs
+                    )
+                    yield from self._parts(made.owner, moved, moved.begin, moved.end)
+
+    def _stripe_read(self, lane: int, stripe: int) -> StripeRead:
+        if lane not in self._reads:
+            self._reads[lane] = stripe_reads(self.placement, lane, self.readers.reader_of)
+        return self._reads[lane][stripe]
+
+    def _input(self, lane: int, stripe: int, shard: int) -> tuple[int, int]:
+        """Returns the old rank whose slot has a shard, and the shard's offset there."""
+        layout, is_parity = self.placement.lanes[lane], shard >= self.placement.lanes[lane].code.k
+        member = layout.member_of(stripe, shard)
+        old = layout.members[member]
+        offset = self._lane_offsets(old)[lane][is_parity]
+        for run in layout.stripe_runs(member, is_parity):
+            if stripe in run:
+                return old, offset + run.index(stripe) * layout.shard_bytes
+            offset += len(run) * layout.shard_bytes
+        raise AssertionError("a member stores every shard that its place says")
+
+    def _lane_offsets(self, owner: int) -> dict[int, tuple[int, int]]:
+        if owner not in self._offsets:
+            self._offsets[owner] = self.placement.lane_offsets(owner)
+        return self._offsets[owner]

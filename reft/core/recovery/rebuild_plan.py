@@ -1,0 +1,105 @@
+"""Plans how one daemon makes the slots of lost ranks, and says what that costs.
+
+plan.py's list for one reader, which is near to all slots at hand, and keeps all lost ranks:
+
+  read    columns of k shards of a stripe ─► rows of a slice
+  decode  all shards that lost ranks had in the stripe, data or parity ─► their new slots
+  emit    nothing: no other rank needs these bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from reft.core.coding.placement import Placement
+from reft.core.recovery.gather import stripe_reads
+from reft.core.recovery.plan import DecodeOperation, ReadOperation, SlotReaders, TransferPlan, TransferSizes
+
+DAEMON = 0  # the only reader of the plan
+# At most three slices are in memory. Wider runs make fewer calls; wider than this is not faster.
+SIZES = TransferSizes(piece=16 << 20, band=96 << 20, ahead=96 << 20)
+WHOLE_SHARDS = TransferSizes(piece=1 << 62, band=1 << 62)
+
+
+@dataclass
+class RebuildCost:
+    """The bytes read and computed to rebuild some ranks' parts of a cell.
+
+    Attributes:
+        cell: index of the cell in the division.
+        read: rank → bytes read of its slot.
+        copied: bytes of data that another slot holds too.
+        decoded: bytes of data that is computed.
+        parity: bytes of parity that is computed.
+    """
+
+    cell: int
+    read: dict[int, int] = field(default_factory=dict)
+    copied: int = 0
+    decoded: int = 0
+    parity: int = 0
+
+
+def rebuild_plan(
+    placement: Placement, have: Collection[int], lost: Collection[int], sizes: TransferSizes = SIZES
+) -> TransferPlan:
+    """Returns the plan by which one daemon makes lost slots; DAEMON is its only rank.
+
+    Args:
+        placement: of the epoch that wrote the version.
+        have: ranks whose slot is at hand.
+        lost: ranks whose slots are made; none of them in `have`.
+        sizes: of reads and slices.
+    """
+    readers = SlotReaders(dict.fromkeys(have, DAEMON), dict.fromkeys(lost, DAEMON), dict.fromkeys(have, ""), [""])
+    return TransferPlan((), placement, readers, lost, makes_parity=True, sizes=sizes)
+
+
+def costs(placement: Placement, have: Collection[int], lost: Collection[int]) -> list[RebuildCost]:
+    """Returns the cost to rebuild the slots of `lost`, one entry a cell, ascending.
+
+    Args:
+        placement: of the epoch that wrote the version.
+        have: ranks whose slot is at hand.
+        lost: ranks whose slots are rebuilt; none of them in `have`.
+
+    Raises:
+        ValueError: a stripe can't be decoded from these slots.
+    """
+    by_cell: dict[int, RebuildCost] = {}
+    for operation in rebuild_plan(placement, have, lost, WHOLE_SHARDS).operations(DAEMON):
+        if not isinstance(operation, (ReadOperation, DecodeOperation)) or operation.slice is None:
+            continue
+        lane = operation.slice.lane
+        cost = by_cell.setdefault(lane.cell, RebuildCost(lane.cell))
+        if isinstance(operation, ReadOperation):
+            cost.read[operation.owner] = cost.read.get(operation.owner, 0) + operation.nbytes
+            continue
+        data = sum(made.shard < lane.code.k for made in operation.slice.made) * lane.shard_bytes
+        computed = len(operation.slice.made) * lane.shard_bytes
+        if lane.code.k == 1:
+            cost.copied += computed
+        else:
+            cost.decoded += data
+            cost.parity += computed - data
+    return [by_cell[cell] for cell in sorted(by_cell)]
+
+
+def chunk_sources(plan: TransferPlan, owner: int, chunk: int) -> tuple[list[int], list[int]]:
+    """Returns the lanes of a made chunk, and the ranks that it is made from.
+
+    Args:
+        plan: from `rebuild_plan`.
+        owner: the lost rank.
+        chunk: index of the chunk in its slot.
+    """
+    placement, lanes, ranks = plan.placement, set[int](), set[int]()
+    begin, end = chunk * placement.chunk_bytes, (chunk + 1) * placement.chunk_bytes
+    for block in placement.rank_placement(owner).blocks:
+        if block.offset < end and begin < block.offset + block.nbytes:
+            lane = placement.lanes[block.lane]
+            shards = stripe_reads(placement, block.lane, plan.readers.reader_of)[block.stripe].shards
+            lanes.add(block.lane)
+            ranks |= {lane.members[lane.member_of(block.stripe, shard)] for shard in shards}
+    return sorted(lanes), sorted(ranks)

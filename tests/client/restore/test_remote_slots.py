@@ -1,0 +1,163 @@
+"""A slot on another node is read in ranges; a node that stops sending ends the load, and is named.
+
+A server in this process stands for this node's daemon, which passes the other node's bytes on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from reft.client.restore.executor import THREADS
+from reft.client.restore.load import LoadReport
+from reft.client.restore.remote_slots import RemoteSlots
+from reft.core.commit.slots import SlotState
+from reft.core.recovery.plan import TransferSizes
+from reft.core.recovery.recovery import HeldSlot
+from reft.errors import FormatError, RestoreError
+from reft.wire import rpc
+from reft.wire.slot_format import PAGE, SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.support.loads import CLEAN, SMALL, Job
+from tests.support.shards import VERSION, Postbox
+
+FAR = 2  # the old rank whose slot lies on a node without ranks
+NODES = {"node0": [0], "node1": [1], "new": [FAR]}
+DEADLINE_S = 1.0
+MESSAGE = 1000  # bytes; odd, so that ranges end within messages
+
+
+class PassingOn(pb_grpc.DaemonServicer):
+    """Sends a slot's bytes.
+
+    Attributes:
+        slot: all bytes of the slot's file.
+        asked: the requests.
+        stops_after: bytes of data after which nothing more comes; None: never.
+        code: the status with which the call then ends; None: it does not end.
+        released: ends a stream that has stopped.
+    """
+
+    def __init__(self, slot: SlotMap) -> None:
+        self.slot, self.asked, self.released = slot, list[pb.ReadRequest](), threading.Event()
+        self.stops_after: int | None = None
+        self.code: grpc.StatusCode | None = None
+
+    def Read(self, request: pb.ReadRequest, context: grpc.ServicerContext) -> Iterator[pb.Chunk]:
+        self.asked.append(request)
+        data = self.slot._slot[request.offset : request.offset + request.size]
+        for begin in range(0, request.size, MESSAGE):
+            at = request.offset + begin - self.slot.header.geometry.data_offset
+            if self.stops_after is not None and at >= self.stops_after:
+                if self.code is not None:
+                    context.abort(self.code, "node far: a chunk is damaged")
+                self.released.wait(60)
+                return
+            yield pb.Chunk(data=data[begin : begin + MESSAGE].tobytes())
+
+
+@contextmanager
+def far_slot(folder: Path, world: int, old: int) -> Iterator[SimpleNamespace]:
+    """Yields a job; the slot of one old rank is read from another node."""
+    job = Job(world, "none", 0)
+    servicer = PassingOn(job.slots[old])
+    server = grpc.server(ThreadPoolExecutor(8))
+    pb_grpc.add_DaemonServicer_to_server(servicer, server)
+    address = f"unix:{folder}/d.sock"
+    server.add_insecure_port(address)
+    server.start()
+    remote = RemoteSlots("job", address, "new", {"node2": pb.Node(id="node2", name="far-7")}, DEADLINE_S)
+    source = HeldSlot("node2", old, "slot", SlotState.SEALED, VERSION)
+    with rpc.channel(address) as channel:
+        job.slots[old] = remote.slot(source, channel)
+        opened = list(servicer.asked)
+        servicer.asked.clear()
+        yield SimpleNamespace(job=job, servicer=servicer, opened=opened, remote=remote, source=source, channel=channel)
+    servicer.released.set()
+    server.stop(None)
+
+
+@pytest.fixture
+def far(tmp_path) -> Iterator[SimpleNamespace]:
+    """A job of three ranks."""
+    with far_slot(tmp_path, 3, FAR) as job:
+        yield job
+
+
+def test_a_load_reads_ranges_of_a_slot_on_another_node(far):
+    assert far.job.load(nodes=NODES) == [CLEAN] * 3
+    assert far.job.is_whole()
+    geometry = far.servicer.slot.header.geometry
+    assert [(each.offset, each.size) for each in far.opened] == [(0, 2 * PAGE), (0, geometry.data_offset)]
+    assert far.servicer.asked and all(each.size <= max(SMALL.piece, PAGE) for each in far.servicer.asked)
+    ranges = sorted((each.offset, each.offset + each.size) for each in far.servicer.asked)
+    assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "each byte once"
+    assert {each.node.id for each in far.servicer.asked} == {"node2"}
+
+
+def test_a_changed_byte_of_a_slot_on_another_node_is_damage(far):
+    far.servicer.slot.data[PAGE + 5] ^= 1
+    assert far.job.load(nodes=NODES) == [CLEAN, CLEAN, LoadReport((FAR,))]
+
+
+def test_damage_that_the_other_node_finds_is_damage(far):
+    far.servicer.stops_after, far.servicer.code = 2 * PAGE, grpc.StatusCode.DATA_LOSS
+    reports = far.job.load(nodes=NODES)
+    assert [report.damaged for report in reports] == [(), (), (FAR,)]
+
+
+def test_a_slot_without_its_end_is_damage(far):
+    far.servicer.stops_after = 2 * PAGE + 100
+    far.servicer.released.set()
+    assert [report.damaged for report in far.job.load(nodes=NODES)] == [(), (), (FAR,)]
+
+
+@pytest.mark.parametrize("stops_after", [0, 5 * PAGE + MESSAGE])
+def test_a_node_that_stops_in_mid_stream_is_named_within_the_deadline(far, stops_after):
+    far.servicer.stops_after = stops_after
+    began = time.monotonic()
+    results = far.job.load(nodes=NODES, box=Postbox(deadline_s=2 * DEADLINE_S))
+    assert time.monotonic() - began < 6 * DEADLINE_S
+    assert all(isinstance(result, RestoreError) for result in results), results
+    assert str(results[FAR]).startswith(f"the data of rank {FAR} on node far-7 cannot be read: ")
+    assert "did not answer in time" in str(results[FAR])
+
+
+def test_reads_that_wait_for_a_stopped_node_are_dropped(tmp_path):
+    """Else each of them would wait for one more deadline."""
+    with far_slot(tmp_path, 2, 1) as far:
+        far.servicer.stops_after = 0
+        box, sizes = Postbox(deadline_s=DEADLINE_S), TransferSizes(piece=4096, ahead=1 << 20)
+        results = far.job.load(nodes={"node0": [0], "new": [1]}, box=box, sizes=sizes)
+        assert isinstance(results[1], RestoreError)
+        assert len(far.servicer.asked) <= 2 * THREADS, "those that began, and those begun before the error was seen"
+
+
+def test_a_node_that_stops_while_its_slot_is_opened_is_named(far):
+    far.servicer.stops_after = -far.servicer.slot.header.geometry.data_offset
+    with pytest.raises(RestoreError, match=f"the data of rank {FAR} on node far-7 cannot be read"):
+        far.remote.slot(far.source, far.channel)
+
+
+def test_bytes_go_into_all_targets_in_turn(far):
+    data = far.servicer.slot._slot
+    outs = [data[:n].copy() * 0 for n in (1, 0, MESSAGE, 3 * MESSAGE + 7, 5)]
+    far.remote.read(far.source, far.channel, 100, *outs)
+    at = 100
+    for out in outs:
+        assert (out == data[at : at + out.nbytes]).all()
+        at += out.nbytes
+    with pytest.raises(FormatError, match=r"gave \d+ of 4000 bytes"):
+        far.servicer.released.set()
+        far.servicer.stops_after = -far.servicer.slot.header.geometry.data_offset + 500
+        far.remote.read(far.source, far.channel, 0, data[:4000].copy())

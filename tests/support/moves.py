@@ -1,0 +1,132 @@
+"""Jobs of one shape that are loaded into another shape, in threads of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reft.client.restore.decode import StripeDecoder
+from reft.client.restore.executor import LiveTarget
+from reft.client.restore.load import LoadReport, chunk_verifier, load
+from reft.client.restore.slot_reader import SlotReader
+from reft.client.restore.tensor_view import FlatTensorView
+from reft.client.restore.verify import PeerMessages
+from reft.core.layout.layout import pack
+from reft.core.recovery.gather import group_lanes, undecodable
+from reft.core.recovery.plan import SlotReaders, TransferPlan, TransferSizes, is_made
+from reft.core.recovery.shard_matching import ShardMatch, UnforeseenLeaves, match, pieces_of, wanted_leaves
+from tests.support.shapes import Shape, placement_for
+from tests.support.shards import Postbox, Tensors, make_slot, on_all, plain_bytes
+
+CHUNK = 4096
+SMALL = TransferSizes(piece=8 << 10, band=32 << 10, window=32 << 10, ahead=16 << 10)
+
+
+class Move:
+    """The state of a job of one shape, to restore into another shape."""
+
+    def __init__(self, whole: Tensors, old: Shape, new: Shape, domains: Sequence[int], scheme: str = "auto",
+                 tolerate: int | None = 1, own: Sequence[str] = ()) -> None:  # fmt: skip
+        self.whole, self.old, self.new, self.domains = whole, old, new, domains
+        self.before, tensors = old.states(whole)
+        self.placement = placement_for(self.before, domains, scheme, tolerate, CHUNK, own)
+        self.slots = [make_slot(self.placement, rank, tensors[rank]) for rank in range(old.world)]
+        division = self.placement.division
+        self.inline_leaves = [
+            {
+                name: plain_bytes(tensors[rank][name]).tobytes()
+                for name in division.inline_leaves[division.layout_of[rank]]
+            }
+            for rank in range(old.world)
+        ]
+        self.tensors = tensors
+
+    def match(self, mismatched: Collection[str] = ()) -> ShardMatch:
+        tables = [{leaf.name: leaf for leaf in leaves} for leaves in self.before]
+        owns = {rank: UnforeseenLeaves() for rank in range(self.old.world)}
+        pieces, problems = pieces_of(self.placement, lambda rank: tables[rank], owns)
+        assert not problems
+        after, _ = self.new.states(self.whole)
+        return match(pieces, wanted_leaves(after, pieces), mismatched)
+
+    def can_lose(self, ranks: Collection[int]) -> bool:
+        """Returns whether the state is complete without these ranks' slots."""
+        have = np.ones(self.old.world, np.bool_)
+        have[list(ranks)] = False
+        has_unreplicated = any(self.placement.rank_placement(rank).unreplicated.leaves for rank in ranks)
+        return not has_unreplicated and not undecodable(group_lanes(self.placement.lanes), have)
+
+    def plan(self, lost: Collection[int] = (), nodes: Mapping[str, Sequence[int]] | None = None,
+             sizes: TransferSizes = SMALL) -> TransferPlan:  # fmt: skip
+        shard_match = self.match()
+        assert not shard_match.problems, shard_match.problems
+        have = {rank: f"node{self.domains[rank]}" for rank in range(self.old.world) if rank not in lost}
+        where = nodes or {f"node{rank}": [rank] for rank in range(self.new.world)}
+        readers = SlotReaders.of(have, where, self.old.world)
+        made = [old for old in lost if is_made(self.placement, old)]
+        return TransferPlan(shard_match.needs, self.placement, readers, made, sizes=sizes)
+
+    def load(self, lost: Collection[int] = (), nodes: Mapping[str, Sequence[int]] | None = None, sizes: TransferSizes = SMALL,
+             box: Postbox | None = None, decoder: StripeDecoder | None = None) -> list[Any]:  # fmt: skip
+        """Loads on all new ranks, each in a thread; returns each rank's report or error."""
+        plan, box = self.plan(lost, nodes, sizes), box or Postbox()
+        self.live: list[Tensors] = [{}] * self.new.world
+
+        def one(rank: int) -> LoadReport:
+            leaves, tensors = self.new.state(self.whole, rank)
+            self.live[rank] = {name: blank(tensor) for name, tensor in tensors.items()}
+            layout = pack(leaves)
+            offsets = {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)}
+            target = LiveTarget(FlatTensorView(layout.leaves, layout.offsets, self.live[rank]), offsets)
+            slots = {
+                old: SlotReader(self.slots[old], self.placement.rank_placement(old).data_bytes, lambda _: None)
+                for old in plan.owners
+                if old not in lost and plan.readers.is_near(old, rank)
+            }
+            kept = [old for old, keeper in plan.readers.keeper_of.items() if keeper == rank]
+            inline = {
+                old: np.frombuffer(
+                    bytearray(b"".join(self.inline_leaves[old][name] for name, _, _ in plan.inline_extents(old))),
+                    np.uint8,
+                )
+                for old in kept
+            }
+            digests = {old: self.slots[old].digests[: self.slots[old].chunks].tobytes() for old in kept}
+            verifiers = {old: chunk_verifier(self.placement, old, digests[old]) for old in kept if old in plan.lost}
+            peers = PeerMessages(box.of(rank), rank)
+            return load(
+                plan.operations(rank), sizes, CHUNK, peers, slots, target, decoder or StripeDecoder(), inline, verifiers
+            )
+
+        return on_all(self.new.world, one)
+
+    def is_whole(self) -> bool:
+        _, expected = self.new.states(self.whole)
+        return all(
+            set(live) == set(tensors)
+            and all(np.array_equal(plain_bytes(live[n]), plain_bytes(tensors[n])) for n in tensors)
+            for live, tensors in zip(self.live, expected, strict=True)
+        )
+
+
+def blank(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
+
+
+def rows(world: int) -> Shape:
+    """Returns the shape in which every tensor is cut by rows."""
+    return Shape((world,), dict.fromkeys(ROWS, (0,)), {}, {})
+
+
+def replicated(world: int) -> Shape:
+    return Shape((world,), dict.fromkeys(ROWS, (None,)), {}, {})
+
+
+ROWS = {
+    "w": torch.arange(301 * 33, dtype=torch.float32).reshape(301, 33).add(0.5),
+    "v": torch.arange(20_011).to(torch.bfloat16),
+    "b": torch.arange(17, dtype=torch.float64),
+}
