@@ -46,10 +46,24 @@ import torch.multiprocessing as processes
 from bench import common, result
 from bench.options import count, listed, output
 from bench.result import Row
-from reft.client.restore.load import load
-from reft.client.restore.load_plan import LoadPlan, LoadSizes, ShardRange
+from reft.client.restore.decode import StripeDecoder
+from reft.client.restore.executor import LiveTarget
+from reft.client.restore.load import LoadReport, chunk_verifier, load
+from reft.client.restore.slot_reader import SlotReader
+from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import GlooTransport
+from reft.client.restore.verify import PeerMessages
 from reft.core.coding.placement import Placement
+from reft.core.recovery.plan import (
+    DecodeOperation,
+    ReceiveOperation,
+    SlotReaders,
+    TransferPlan,
+    TransferSizes,
+    cell_name,
+    cells_near,
+    same_shape_needs,
+)
 from reft.wire.slot_format import SlotMap
 from tests.support.shards import make_slot, placed
 
@@ -143,25 +157,40 @@ class Rank:
     def __init__(self, rank: int, case: Case, placement: Placement, slots: list[Any], tensors: Any, disk: Path) -> None:
         self.rank, self.case, self.placement, self.disk = rank, case, placement, disk
         self.group = dist.new_group(backend="gloo")
-        self.have = frozenset(range(case.ranks)) - frozenset(case.lost)
-        self.slots = {rank: slots[rank]} if rank in self.have else {}
-        self.lost = {old: slots[old].digests[: slots[old].chunks].copy() for old in case.lost}
+        self.slots = {rank: slots[rank]} if rank not in case.lost else {}
+        self.digests = slots[rank].digests[: slots[rank].chunks].tobytes()
         self.source = tensors
         self.live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        self.mine = self._pieces()
-        self.data = next(iter(self.slots.values())).data if self.slots else np.zeros(0, np.uint8)
+        self.plan = self._plan()
+        self.mine = list(self.plan.operations(rank))
+        # A rank without a slot sends bytes that it made.
+        self.data = next(iter(self.slots.values())).data if self.slots else np.zeros(16 << 20, np.uint8)
 
-    def _pieces(self) -> list[ShardRange]:
-        sequencer = LoadPlan(self.placement, self.have, {old: old for old in self.have}, LoadSizes())
-        return [piece for group in sequencer.slices(0) for piece in group.ranges]
+    def _plan(self) -> TransferPlan:
+        nodes = {f"node{rank}": [rank] for rank in range(self.case.ranks)}
+        sources = {rank: f"node{rank}" for rank in range(self.case.ranks) if rank not in self.case.lost}
+        readers, sizes = SlotReaders.of(sources, nodes, self.case.ranks), TransferSizes()
+        needs = same_shape_needs(self.placement, cells_near(self.placement, readers, self.rank), sizes)
+        return TransferPlan(needs, self.placement, readers, self.case.lost, has_live_cells=True, sizes=sizes)
 
     def reft(self) -> None:
-        damaged_ranks = load(
-            GlooTransport(self.group, DEADLINE_S), self.placement, self.rank, self.have,
-            {old: old for old in self.have}, self.slots, self.live, (), self.lost, lambda chunk: None,
-        )  # fmt: skip
-        if damaged_ranks != ():
-            raise RuntimeError(f"rank {self.rank}: slots of ranks {damaged_ranks} are damaged")
+        part, cell = self.placement.rank_placement(self.rank), self.placement.division.cells[0]
+        slots = {
+            old: SlotReader(slot, part.unreplicated_offset, lambda chunk: None) for old, slot in self.slots.items()
+        }
+        is_lost = self.rank in self.case.lost
+        report = load(
+            self.plan.operations(self.rank),
+            self.plan.sizes,
+            CHUNK,
+            PeerMessages(GlooTransport(self.group, DEADLINE_S), self.rank),
+            slots,
+            LiveTarget(FlatTensorView(cell.leaves, cell.offsets, self.live), {cell_name(0): 0}),
+            StripeDecoder(),
+            verifiers={self.rank: chunk_verifier(self.placement, self.rank, self.digests)} if is_lost else {},
+        )
+        if report != LoadReport():
+            raise RuntimeError(f"rank {self.rank}: {report}")
 
     def plain(self) -> None:
         """Moves the same bytes with plain messages and copies.
@@ -176,19 +205,26 @@ class Rank:
         under_way: deque[Any] = deque()
         into = [tensor.view(-1).view(torch.uint8) for tensor in self.live.values() if tensor.nbytes >= 4 << 20]
         data, read, written = torch.from_numpy(self.data), 0, 0
-        for piece in self.mine:
-            stream, nbytes = piece.stream, piece.end - piece.begin
+        for operation in self.mine:
+            if isinstance(operation, DecodeOperation):
+                continue
+            own = 0 if isinstance(operation, ReceiveOperation) else sum(part.nbytes for part in operation.parts)
+            messages = () if isinstance(operation, ReceiveOperation) else operation.messages
+            nbytes = max([own, *(message.nbytes for message in messages)])
+            if isinstance(operation, ReceiveOperation):
+                nbytes = operation.nbytes
             read = read if read + nbytes <= len(data) else 0
             target = into[written % len(into)]
             begin = (written // len(into) * nbytes) % (len(target) - nbytes + 1)
-            if stream.sender == self.rank:
-                for to in stream.receivers:
-                    under_way.append(dist.isend(data[read : read + nbytes], group=self.group, group_dst=to))
-            elif self.rank in stream.receivers:
-                under_way.append(dist.irecv(target[begin : begin + nbytes], group=self.group, group_src=stream.sender))
-            if copies and self.rank in stream.at_hand:
-                target[begin : begin + nbytes].copy_(data[read : read + nbytes])
-            read += nbytes if self.rank in stream.at_hand else 0
+            for message in messages:
+                for to in message.receivers:
+                    under_way.append(dist.isend(data[read : read + message.nbytes], group=self.group, group_dst=to))
+            if isinstance(operation, ReceiveOperation):
+                into_bytes = target[begin : begin + nbytes]
+                under_way.append(dist.irecv(into_bytes, group=self.group, group_src=operation.sender))
+            if copies and own:
+                target[begin : begin + own].copy_(data[read : read + own])
+            read += nbytes
             written += 1
             while len(under_way) > 2 * WINDOW:
                 under_way.popleft().wait()
@@ -236,7 +272,10 @@ def work(rank: int, case: Case, placement: Placement, slots: list[Any], tensors:
     for _ in range(rounds):
         for way in order.sample(ways, len(ways)):
             times[way].append(it.timed(way))
-    sent = sum((piece.end - piece.begin) * len(piece.stream.receivers) for piece in it.mine)
+    received = sum(operation.nbytes for operation in it.mine if isinstance(operation, ReceiveOperation))
+    sent_bytes = torch.tensor([received])
+    dist.all_reduce(sent_bytes, group=it.group)
+    sent = int(sent_bytes)
     if rank == 0:
         state_bytes = sum(tensor.nbytes for tensor in tensors.values())
         Path(home, "result").write_text(json.dumps({"times": times, "sent": sent, "state": state_bytes}))
