@@ -23,7 +23,7 @@ from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 AtChunk = Callable[[int], object]
 
-READ_BYTES = 1 << 20  # at a time: few calls, and still in the core's cache for the digest
+READ_BYTES = 4 << 20  # at a time: few calls, and still in the last cache for the digest
 
 
 class ReadSegment(NamedTuple):
