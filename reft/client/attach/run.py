@@ -1,10 +1,12 @@
 """The steps of attach, which all ranks take together.
 
-    name        agree on the names of the leaves of pipeline stages
+    name        the names of pipeline stages; tensors that may be tied count as tied
     introduce   find or start this node's daemon; every rank learns the facts of all ranks
     describe    for each symbolic table one rank publishes the table
     inventory   one rank a node: end orphans, read the headers of all held slots and capsules;
                 one rank surveys absent nodes
+    ties        with such tensors: the base's manifest says which are tied, or without a base
+                their bytes; if not all are, introduce and describe are taken again
     plan        the same pure functions on every rank: base version and readers, or a fresh start;
                 the new placement
     compare     a fresh start, before the placement: all ranks find mismatched leaves
@@ -47,6 +49,7 @@ from reft.client.attach.plan import (
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
 from reft.client.session import Session
 from reft.wire.inventory import JobSurvey
+from reft.wire.manifest import layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -64,13 +67,19 @@ def run_attach(context: AttachContext) -> AttachResult:
     Raises:
         ReftError: attach failed on some rank; this rank is no longer registered.
     """
-    tracked = stage_names.named(context.rank_group, context.request.tracked)
+    stages = stage_names.introduce_stages(context.rank_group, context.request.tracked)
     with contextlib.closing(RestoreMemory()) as memory:
-        introduction = introduce(context, tracked, memory)
+        ties = stages.candidates  # until the survey says what the base has
+        introduction = introduce(context, stages.tracked(ties), memory)
         description = describe(context, introduction)
         attempt = AttachTry()
         while True:
             survey = take_inventory(context, introduction, attempt.erased, attempt.first_survey)
+            ties, before = agreed_ties(context, introduction, stages, survey, attempt), ties
+            if ties != before:
+                memory.close()
+                introduction = introduce(context, stages.tracked(ties), memory)
+                description = describe(context, introduction)
             plan = plan_restore(context, introduction, description, survey, attempt, memory)
             decide(context, introduction, plan)
             with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
@@ -83,6 +92,27 @@ def run_attach(context: AttachContext) -> AttachResult:
             introduction.state.tracked.bind().rollback_to(introduction.state.tensor_index)
             memory.close()
             attempt = attempt.after(plan, result.damaged, introduction.ranks.secrets.tries)
+
+
+def agreed_ties(
+    context: AttachContext,
+    introduction: Introduction,
+    stages: stage_names.StageFacts,
+    survey: JobSurvey,
+    attempt: AttachTry,
+) -> frozenset[str]:
+    """Returns the ties between pipeline stages: those of the base, or equal bytes without a base.
+
+    Before a restore the bytes of the new model say nothing: the stages may have other seeds.
+
+    Raises:
+        ReftError: see `recover`.
+    """
+    if not stages.candidates:
+        return frozenset()
+    recovery = recover(introduction.job.id, survey, attempt.erased, may_start_fresh(survey, attempt.erased))
+    base = manifest_of_base(survey, recovery)
+    return stages.ties_now(context.rank_group) if base is None else stages.ties_of_base(layouts_of(base)[0].names)
 
 
 def plan_restore(

@@ -2,13 +2,14 @@
 
 schedule=, or stages as model=
     ─► prefix model.stage<i>
-    ─► for each stage, one rank sends the names      ─┬─► core/layout/stage_naming.py: the naming
-       and digests of tensors that may be tied       ─┘
+    ─► for each stage, one rank sends the names          ─┬─► core/layout/stage_naming.py: the naming
+       a restore: names of the base's leaves              │
+       a fresh start: digests of tensors that may be tied ┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from reft.client.snapshot.replica_check import value_digests
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects, stage_prefix
 from reft.client.torch_internals import compiled_module, stages_of
-from reft.core.layout.stage_naming import StageNames, name_stages, tie_candidates
+from reft.core.layout.stage_naming import StageNames, equal_names, name_stages, tie_candidates
 from reft.errors import ConfigError
 
 
@@ -86,10 +87,66 @@ def modules_of(models: Sequence[Any], schedule: Any) -> dict[str, Any]:
     return modules
 
 
-def named(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> TrackedObjects:
-    """Returns the tracked objects, with names that mean the same on all ranks.
+@dataclass(frozen=True)
+class StageFacts:
+    """What all ranks know of the stages before the base is known.
 
-    All ranks call it together.
+    Attributes:
+        objects: the objects of this rank, without agreed names.
+        tensor_index: where each tensor of this rank was found.
+        mine: the stages that this rank speaks for.
+        stages: the names of all stages, by stage number; empty without pipeline stages.
+        candidates: names that may be ties.
+    """
+
+    objects: TrackedObjects
+    tensor_index: TensorIndex
+    mine: frozenset[int]
+    stages: Mapping[int, StageNames]
+    candidates: frozenset[str]
+
+    def tracked(self, ties: frozenset[str]) -> TrackedObjects:
+        """Returns the tracked objects, with these ties."""
+        return replace(self.objects, naming=name_stages(self.stages, ties)) if self.stages else self.objects
+
+    def ties_now(self, rank_group: RankGroup) -> frozenset[str]:
+        """Returns the candidates whose bytes are equal now. All ranks call it together."""
+        if not self.candidates:
+            return frozenset()
+
+        def publish() -> _PublishedDigests:
+            return _PublishedDigests({n: _digests(self.tensor_index, n, self.candidates) for n in self.mine})
+
+        gathered = gather(rank_group, publish, _PublishedDigests)
+        values = {number: values for each in gathered for number, values in each.digests.items() if values}
+        return equal_names(self.candidates, values)
+
+    def ties_of_base(self, names: Collection[str]) -> frozenset[str]:
+        """Returns the candidates that are one leaf in the base, and have no stage in their name there.
+
+        Args:
+            names: names of all leaves of the base.
+        """
+        prefixes = [stage_prefix(number) for number in self.stages]
+        return frozenset(
+            name
+            for name in self.candidates
+            if f"model.0.{name}" in names and not any(f"{prefix}.{name}" in names for prefix in prefixes)
+        )
+
+
+def named(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> TrackedObjects:
+    """Returns the tracked objects, with ties by the bytes. All ranks call it together.
+
+    Raises:
+        ReftError: see `introduce_stages`.
+    """
+    facts = introduce_stages(rank_group, make)
+    return facts.tracked(facts.ties_now(rank_group))
+
+
+def introduce_stages(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> StageFacts:
+    """Returns the stages of all ranks. All ranks call it together.
 
     Args:
         rank_group: all ranks of the job.
@@ -113,21 +170,13 @@ def named(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> TrackedO
         for number in sorted(numbers):
             speaker.setdefault(number, rank)
     if not speaker:
-        return own.tracked
+        return StageFacts(own.tracked, own.tensor_index, frozenset(), {}, frozenset())
     _check(stages_by_rank, sorted(speaker))
     mine = {number: own.names[number] for number, rank in speaker.items() if rank == rank_group.rank}
     published = gather(rank_group, lambda: _PublishedNames(mine), _PublishedNames)
     stages = {number: stage for each in published for number, stage in each.names.items()}
-    tied_names = tie_candidates(stages, stages_by_rank)
-    values: dict[int, Mapping[str, str]] = {}
-    if tied_names:
-        gathered = gather(
-            rank_group,
-            lambda: _PublishedDigests({number: _digests(own.tensor_index, number, tied_names) for number in mine}),
-            _PublishedDigests,
-        )
-        values = {number: digests for each in gathered for number, digests in each.digests.items() if digests}
-    return replace(own.tracked, naming=name_stages(stages, tied_names, values))
+    candidates = tie_candidates(stages, stages_by_rank)
+    return StageFacts(own.tracked, own.tensor_index, frozenset(mine), stages, candidates)
 
 
 def _check(stages_by_rank: Sequence[frozenset[int]], numbers: Sequence[int]) -> None:

@@ -15,7 +15,8 @@ tensor, a *tie*, only if
      place in the whole;
   2. no part of the name is a number, because elements of lists are numbered from 0 in each stage;
   3. both stages also have parameters that they do not share, and no rank has both stages;
-  4. the bytes are equal, and are not one repeated value.
+  4. at a fresh start the bytes are equal, and are not one repeated value; at a restore the base has
+     one leaf of this name, whatever the bytes of the new model are.
 A tie is a proposal, like any identity: the digests of each snapshot compare tied tensors again.
 
 Invariants
@@ -87,14 +88,11 @@ def tie_candidates(stages: Mapping[int, StageNames], together: Collection[frozen
     )
 
 
-def name_stages(
-    stages: Mapping[int, StageNames], possible: Collection[str], values: Mapping[int, Mapping[str, str]]
-) -> StageNaming:
-    """Decides how to name the leaves of these stages.
+def equal_names(possible: Collection[str], values: Mapping[int, Mapping[str, str]]) -> frozenset[str]:
+    """Returns the possible ties whose bytes are equal.
 
     Args:
-        stages: all stages of the job, by index.
-        possible: the result of `candidates`.
+        possible: the result of `tie_candidates`.
         values: stage → name → digest of the bytes, for each possible tie. CONSTANT precedes the
             digest if the bytes repeat one value.
     """
@@ -102,11 +100,20 @@ def name_stages(
     for digests in values.values():
         for name, digest in digests.items():
             digests_of.setdefault(name, set()).add(digest)
-    ties = frozenset(
+    return frozenset(
         name
         for name in possible
         if len(digests_of[name]) == 1 and not next(iter(digests_of[name])).startswith(CONSTANT)
     )
+
+
+def name_stages(stages: Mapping[int, StageNames], ties: frozenset[str]) -> StageNaming:
+    """Decides how to name the leaves of these stages.
+
+    Args:
+        stages: all stages of the job, by index.
+        ties: the names that are ties, among the result of `tie_candidates`.
+    """
     counts: dict[str, int] = {}
     for stage in stages.values():
         for name in stage.buffers:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from reft.client.attach.arguments import AttachArguments
-from reft.client.attach.stage_names import modules_of, named
+from reft.client.attach.stage_names import introduce_stages, modules_of, named
 from reft.errors import ConfigError
 from reft.schedules import Custom, Interleaved, OneFOneB, ZeroBubbleV
 from tests.client.snapshot.test_replica_check import Exchange
@@ -101,6 +101,33 @@ def test_tied_embeddings_stay_replicas_if_their_bytes_are_equal():
         found = {name for name in both if "embed" in name}
         assert both == found and bool(found) == together
         assert ("optimizer.0.exp_avg.model.0.embed.weight" in both) == together
+
+
+def test_ties_of_a_base_do_not_depend_on_the_bytes():
+    requests = [
+        request(tied("up", seed=1), OneFOneB(0, 2, 4)),
+        request(tied("down", seed=2), OneFOneB(1, 2, 4)),
+    ]
+    rank_group = Exchange(2)
+
+    def one(rank: int) -> tuple[list[frozenset[str]], frozenset[str], bool]:
+        facts = introduce_stages(rank_group.of(rank), requests[rank].tracked)
+        (name,) = facts.candidates
+        bases = [
+            {f"model.0.{name}"},
+            {f"model.stage0.{name}", f"model.stage1.{name}"},
+            {f"model.0.{name}", f"model.stage1.{name}"},
+            set(),
+        ]
+        found = [facts.ties_of_base(base) for base in bases]
+        names = {leaf.name for leaf in facts.tracked(found[0]).bind().leaves()}
+        return found, facts.ties_now(rank_group.of(rank)), f"model.0.{name}" in names
+
+    with ThreadPoolExecutor(2) as pool:
+        for found, now, is_named in pool.map(one, range(2)):
+            assert [len(ties) for ties in found] == [1, 0, 0, 0]
+            assert not now
+            assert is_named
 
 
 def test_several_stages_of_a_process_share_tensors():

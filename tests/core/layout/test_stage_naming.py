@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.core.layout.stage_naming import CONSTANT, StageNames, StageNaming, name_stages, tie_candidates
+from reft.core.layout.stage_naming import CONSTANT, StageNames, StageNaming, equal_names, name_stages, tie_candidates
 
 W, V = "float32 [8, 8]", "float32 [4]"
 
@@ -13,9 +13,8 @@ W, V = "float32 [8, 8]", "float32 [4]"
 def named(stages: dict[int, StageNames], values=None, together=()) -> StageNaming:
     """Returns the naming. By default the bytes are equal and not constant."""
     possible = tie_candidates(stages, together)
-    return name_stages(
-        stages, possible, values or {i: {n: "x" for n in possible if n in s.parameters} for i, s in stages.items()}
-    )
+    values = values or {i: {n: "x" for n in possible if n in s.parameters} for i, s in stages.items()}
+    return name_stages(stages, equal_names(possible, values))
 
 
 def stage(*names: str, buffers=(), **kinds: str) -> StageNames:
@@ -105,8 +104,8 @@ def test_no_two_tensors_get_one_name_unless_they_are_a_tie(rows, digests, order)
     order.shuffle(shuffled)
     possible = tie_candidates(stages)
     values = {i: {n: digests.get(n, "xxxx")[i] for n in possible & stages[i].parameters.keys()} for i in stages}
-    found = name_stages(stages, possible, values)
-    assert found == name_stages({i: stages[i] for i in shuffled}, possible, values)
+    found = name_stages(stages, equal_names(possible, values))
+    assert found == name_stages({i: stages[i] for i in shuffled}, equal_names(possible, values))
     owners: dict[object, list[int]] = {}
     for index, each in stages.items():
         for name in (*each.parameters, *each.buffers):
