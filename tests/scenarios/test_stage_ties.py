@@ -22,7 +22,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 def train_stage(spec: dict[str, Any]) -> None:
-    """Trains one stage for some steps; the gradients of the embedding are summed over both stages."""
+    """Trains one stage; the embedding gets the summed gradient of both stages."""
     rank = spec["rank"]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"]), "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo")
