@@ -1,4 +1,4 @@
-"""A pipeline whose first and last stage share an embedding comes back, whatever the new seeds are."""
+"""A pipeline with a tied embedding comes back, although the new stages have other seeds."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 schedule=, or stages as model=
     ─► prefix model.stage<i>
-    ─► for each stage, one rank sends the names          ─┬─► core/layout/stage_naming.py: the naming
+    ─► for each stage, one rank sends the names ─┬─► stage_naming.py: the naming
        a restore: names of the base's leaves              │
        a fresh start: digests of tensors that may be tied ┘
 """
