@@ -2,9 +2,9 @@
 
 schedule=, or stages as model=
     ─► prefix model.stage<i>
-    ─► for each stage, one rank sends the names ─┬─► stage_naming.py: the naming
-       a restore: names of the base's leaves              │
-       a fresh start: digests of tensors that may be tied ┘
+    ─► for each stage, one rank sends the names         ─┬─► stage_naming.py: the naming
+       a restore: names of the base's leaves                │
+       a fresh start: digests of tensors that may be tied  ─┘
 """
 
 from __future__ import annotations
