@@ -122,7 +122,7 @@ class StageFacts:
         return equal_names(self.candidates, values)
 
     def ties_of_base(self, names: Collection[str]) -> frozenset[str]:
-        """Returns the candidates that are one leaf in the base, without a stage in the name.
+        """Returns the candidates that are one leaf in the base, without a stage.
 
         Args:
             names: names of all leaves of the base.

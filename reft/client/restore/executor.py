@@ -10,7 +10,7 @@ Invariants
      it arrives, by a digest of the memory from which it was sent. What is wrong is recorded and
      stops no rank: afterwards all ranks discard the load.
   2. Beside slots and tensors a rank holds the buffers of the operations that the walk has under
-     way, and three slices.
+     way, and the rows of slices: four bands at most.
 """
 
 from __future__ import annotations

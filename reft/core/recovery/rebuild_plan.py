@@ -17,8 +17,8 @@ from reft.core.recovery.gather import stripe_reads
 from reft.core.recovery.plan import DecodeOperation, ReadOperation, SlotReaders, TransferPlan, TransferSizes
 
 DAEMON = 0  # the only reader of the plan
-# At most three slices are in memory. Wider runs make fewer calls; wider than this is not faster.
-SIZES = TransferSizes(piece=16 << 20, band=96 << 20, ahead=96 << 20)
+# At most four bands are in memory. Wider runs make fewer calls; wider than this is not faster.
+SIZES = TransferSizes(piece=16 << 20, band=64 << 20, ahead=64 << 20)
 WHOLE_SHARDS = TransferSizes(piece=1 << 62, band=1 << 62)
 
 
