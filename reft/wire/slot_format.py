@@ -222,7 +222,7 @@ class SlotMap:
         FormatError: the bytes are no slot.
     """
 
-    is_mapped = True  # whether `data` has the slot's bytes; False if only `read` gives them
+    is_pinned = False  # whether a device may copy from `data` beside the host
 
     def __init__(self, slot: Bytes, file: int | None = None) -> None:
         self._slot = slot

@@ -218,6 +218,7 @@ class MappedSlot:
         if error := pin(address, self._bytes.nbytes, device):
             log.warning("slot %s can't be pinned (CUDA error %d): copies will block the host.", self.name, error)
             return
+        self.map.is_pinned = True
         self._unpin = weakref.finalize(self, unpin, address, device)
         self._unpin.atexit = False  # the end of the process unpins the pages
 

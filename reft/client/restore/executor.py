@@ -242,7 +242,7 @@ class TransferExecutor:
             return
         if self._read_directly(operation, pending, slot):
             return
-        if self._target.flat_view.is_on_device and operation.slice is None and slot.is_mapped:
+        if self._target.flat_view.is_on_device and operation.slice is None and slot.is_pinned:
             data, digests = slot.mapped(operation.begin, operation.end), dict[int, int]()
         else:
             pending.buffers.append(self._buffers.take(operation.end - operation.begin))

@@ -162,8 +162,6 @@ class RemoteSlotMap(SlotMap):
         channel: to this node's daemon; open while the slot is read.
     """
 
-    is_mapped = False
-
     def __init__(self, slot: Bytes, remote: RemoteSlots, source: HeldSlot, channel: grpc.Channel) -> None:
         super().__init__(slot)
         self._remote, self._source, self._channel = remote, source, channel
@@ -198,7 +196,8 @@ class SlotOpener:
             return self.remote.slot(source, self._channels.enter_context(rpc.channel(self.remote.address)))
         slot = self.leases.take([source.slot], keeps=True)[0]
         self._mapped.append(slot)
-        if self.leases.pins_for is not None:
+        # Pinning costs a second for some gigabytes, so each rank pins its own slot only.
+        if self.leases.pins_for is not None and source.rank == self.leases.rank:
             slot.register(self.leases.pins_for)
         return slot.map
 

@@ -48,12 +48,12 @@ class SlotReader:
 
     Attributes:
         is_bad: whether a chunk was wrong, or the slot is too short.
-        is_mapped: whether the slot's bytes are mapped here, not on another node.
+        is_pinned: whether a device may copy from the slot's mapping beside the host.
     """
 
     def __init__(self, slot: SlotMap, data_bytes: int, at_chunk: AtChunk) -> None:
         self._slot, self._at_chunk = slot, at_chunk
-        self.is_mapped = slot.is_mapped
+        self.is_pinned = slot.is_pinned
         self._digests = slot.digests
         self._size = slot.header.geometry.chunk_bytes
         self._end = slot.header.data_bytes

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reft.client.memory.cuda import Device
 from reft.client.restore.decode import DeviceDecoder, StripeDecoder, decoder_for
 from reft.client.restore.load import NO_RANK
+from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from tests.support.loads import CLEAN, Job, blank, every_loss, few, mixed, random
 from tests.support.shards import alike
@@ -186,3 +187,16 @@ def test_gather_returns_what_was_written_over_leaves():
     for begin in range(0, cell.nbytes, 555):
         device.gather(begin, back[begin : begin + 555])
     assert torch.equal(back, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_copies_from_the_mapping_of_a_pinned_slot(kind, monkeypatch):
+    job, mapped = OnDevice(kind, 3, "aec", 1), []
+    mapping = SlotReader.mapped
+    monkeypatch.setattr(SlotReader, "mapped", lambda *args: mapped.append(args) or mapping(*args))
+    for slot in job.slots:
+        slot.is_pinned = True
+    assert job.load() == [CLEAN] * 3
+    assert job.is_whole() and mapped
+    job.slots[1].data[5] ^= 1
+    assert job.load()[1].damaged == (1,)

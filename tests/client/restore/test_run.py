@@ -189,12 +189,14 @@ def test_slots_of_this_node_are_mapped_and_closed_and_others_are_read_there():
         channels[0].unary_unary("/any")(b"")
 
 
-def test_slots_of_a_job_on_devices_are_pinned():
+@pytest.mark.parametrize(("rank", "device", "pins"), [(0, "cuda:0", ["cuda:0"]), (1, "cuda:0", []), (0, None, [])])
+def test_a_rank_pins_its_own_slot_if_its_state_is_on_a_device(rank, device, pins):
     pinned = []
     slot = SimpleNamespace(map="map", register=pinned.append)
-    opener = SlotOpener(SimpleNamespace(take=lambda names, keeps: [slot], pins_for="cuda:0"), SimpleNamespace(own="a"))
-    opener.slot(HeldSlot("a", 0, "slot-0", SlotState.SEALED, Version(Epoch(1, b"e" * 16), 8)))
-    assert pinned == ["cuda:0"]
+    leases = SimpleNamespace(take=lambda names, keeps: [slot], pins_for=device, rank=0)
+    opener = SlotOpener(leases, SimpleNamespace(own="a"))
+    opener.slot(HeldSlot("a", rank, "slot", SlotState.SEALED, Version(Epoch(1, b"e" * 16), 8)))
+    assert pinned == pins
 
 
 # Host state in another shape
