@@ -10,7 +10,7 @@
 Sums see each change of one word, and each exchange of two different words: they change a row's sum
 or a column's. They can't see changes that cancel out in each row and in each column. At least four
 words must change for that, two by two in the same rows and columns. Independent differences do so
-with probability 2^-64. Nobody is assumed to try.
+with probability 2^-64. The sums do not protect against an attacker.
 
 Sums of integers do not depend on the order of adding, so each device gives the same numbers.
 """
