@@ -283,38 +283,6 @@ def encode_program(code: ErasureCode, parity: int) -> XorProgram:
     return _program(code, (), (), (code.k + parity,))
 
 
-def decode_program(code: ErasureCode, lost: Collection[int], have: Collection[int]) -> XorProgram:
-    """Returns the program that computes lost data shards.
-
-    The program reads the other data shards, and one parity for each lost shard: the lowest
-        available ones.
-
-    Args:
-        code: the code.
-        lost: data shards to compute, 0..k-1.
-        have: available parities, 0..f-1.
-
-    Returns:
-        A program whose outputs are the packets of the lost shards, ascending by shard and packet.
-        The program is empty if no shard is lost.
-
-    Raises:
-        ValueError: a number is out of range, or there are fewer available parities than lost
-            shards.
-    """
-    lost_shards, parities = tuple(sorted(set(lost))), tuple(sorted(set(have)))
-    for noun, numbers, count in (("data shard", lost_shards, code.k), ("parity", parities, code.f)):
-        invalid = [number for number in numbers if not 0 <= number < count]
-        if invalid:
-            raise ValueError(f"{noun} {invalid[0]} of a code with {count}; they are counted from 0")
-    if len(parities) < len(lost_shards):
-        raise ValueError(
-            f"{len(lost_shards)} data shards are lost and only {len(parities)} parities are available; "
-            "one parity per lost shard is needed"
-        )
-    return _program(code, lost_shards, parities[: len(lost_shards)], lost_shards)
-
-
 def make_program(code: ErasureCode, read: Collection[int], made: Collection[int]) -> XorProgram:
     """Returns the program that computes any shards of a stripe from k other shards.
 

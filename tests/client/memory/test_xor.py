@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reft.client.memory.xor import TORCH
-from reft.core.coding.erasure import ErasureCode, XorProgram, code_for, decode_program, encode_program, run
+from reft.core.coding.erasure import ErasureCode, XorProgram, code_for, encode_program, run
+from tests.support.codes import decode_program
 
 SHAPES = [(1, 2), (3, 1), (2, 2), (4, 2), (6, 2), (2, 3), (5, 3), (3, 4)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]

@@ -32,6 +32,7 @@ from reft.core.coding.placement import Placement
 from reft.core.commit.slots import SlotState
 from reft.core.pipeline.pacing import Tier
 from reft.errors import ReftError
+from tests.support.codes import decode_program
 from tests.support.daemons import until
 from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
 from tests.support.streams import Inline, Late
@@ -134,9 +135,7 @@ def gathered(placement: Placement, lane_number: int, slots: dict[int, np.ndarray
         for shard in set(range(k)) - set(lost):
             whole[stripe, shard] = shards[stripe, shard]
         if lost:
-            program = erasure.decode_program(
-                lane.code, lost, [j for j in range(lane.code.f) if (stripe, k + j) in shards]
-            )
+            program = decode_program(lane.code, lost, [j for j in range(lane.code.f) if (stripe, k + j) in shards])
             inputs = [shards[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.inputs]
             outputs = [whole[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.outputs]
             erasure.run(program, inputs, outputs, [np.empty(packet, np.uint8) for _ in range(program.scratch)])

@@ -28,12 +28,12 @@ from reft.core.coding.erasure import (
     XorProgram,
     XorStep,
     code_for,
-    decode_program,
     encode_program,
     make_program,
     run,
     run_columns,
 )
+from tests.support.codes import decode_program
 
 SHAPES = [(domains - f, f) for domains in range(2, 9) for f in range(1, 5 if domains >= 6 else 4) if f < domains]
 KINDS = {1: "xor", 2: "evenodd", 3: "star", 4: "cauchy"}
@@ -111,7 +111,7 @@ def test_every_loss_of_more_than_f_shards_is_refused(k, f):
     code = code_for(k, f)
     for lost in itertools.combinations(range(k + f), f + 1):
         gone, have = split(code, lost)
-        with pytest.raises(ValueError, match=f"{len(gone)} data shards are lost and only {len(have)} parities"):
+        with pytest.raises(ValueError, match=f"{k - len(gone) + len(have)} shards .* are read; the code needs {k}"):
             decode_program(code, gone, have)
 
 
@@ -385,10 +385,6 @@ def test_numbers_out_of_range_are_refused():
     for parity in (-1, 2):
         with pytest.raises(ValueError, match=f"parity {parity} of a code with 2"):
             encode_program(code, parity)
-    with pytest.raises(ValueError, match="data shard 4 of a code with 4"):
-        decode_program(code, [4], [0])
-    with pytest.raises(ValueError, match="parity 2 of a code with 2"):
-        decode_program(code, [0], [2])
 
 
 def test_a_code_that_loses_data_is_refused():
