@@ -139,17 +139,27 @@ class Training:
 
         There must have been one step.
         """
-        tensors = []
-        for parameter in self.model.parameters():
-            state = self.optimizer.state[parameter]
-            tensors += [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
-        return tensors
+        return state_tensors(self.model, self.optimizer)
 
     def tree(self) -> dict[str, Any]:
         """Returns the state in the form that torch.distributed.checkpoint takes."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        states = {names[parameter]: dict(state) for parameter, state in self.optimizer.state.items()}
-        return {"model": self.model.state_dict(), "optimizer": states}
+        return state_tree(self.model, self.optimizer)
+
+
+def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Returns each parameter and its two moments, which must exist."""
+    tensors = []
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        tensors += [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
+    return tensors
+
+
+def state_tree(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the state in the form that torch.distributed.checkpoint takes."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    states = {names[parameter]: dict(state) for parameter, state in optimizer.state.items()}
+    return {"model": model.state_dict(), "optimizer": states}
 
 
 # References

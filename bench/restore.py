@@ -208,17 +208,11 @@ class Replica:
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns parameters and moments; the moments must exist."""
-        tensors = []
-        for parameter in self.model.parameters():
-            state = self.optimizer.state[parameter]
-            tensors += [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
-        return tensors
+        return common.state_tensors(self.model, self.optimizer)
 
     def tree(self) -> dict[str, Any]:
         """Returns the state in the form that DCP takes."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        states = {names[parameter]: dict(state) for parameter, state in self.optimizer.state.items()}
-        return {"model": self.model.state_dict(), "optimizer": states}
+        return common.state_tree(self.model, self.optimizer)
 
     def fill(self) -> None:
         """Writes the values."""
