@@ -21,6 +21,7 @@ from reft.client.link.slots import MappedSlot
 from reft.client.memory.cuda import Device
 from reft.client.session import Session
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
+from reft.wire.slot_format import Geometry, SlotMap
 from tests.scenarios.test_state_kinds import state_bytes
 from tests.support.cuda_runtime import Runtime
 from tests.support.streams import Late
@@ -175,10 +176,12 @@ def test_calls_of_cuda_in_other_threads_break_no_capture(monkeypatch):
     device = Device(torch.device("cuda", 0))
     driver.modes.clear()
     device.host_waits(device.record_side())
-    slot = MappedSlot(0, "slot", -1, None, None, np.zeros(1, np.uint8))
+    geometry = Geometry(table_capacity=64, data_capacity=64, chunk_bytes=64)
+    pages = np.zeros(geometry.file_bytes, np.uint8)
+    slot = MappedSlot(0, "slot", -1, SlotMap.create(pages, geometry, "job", 0), None, pages)
     slot.register(torch.device("cuda", 0))
     slot.close()
-    assert len(runtime.calls) == 2 and driver.modes == [1, 1, 1] and driver.mode == 0
+    assert slot.map.is_pinned and len(runtime.calls) == 2 and driver.modes == [1, 1, 1] and driver.mode == 0
     with contextlib.suppress(RuntimeError), device_module.beside_captures():
         raise RuntimeError("an error of the device")
     assert driver.mode == 0
