@@ -27,7 +27,7 @@ import reft
 from bench import common
 from bench.common import Goal, Mapped, Training, median
 
-STEPS = ("open", "match", "make", "load", "finish")  # of reft.client.restore.run.run_restore
+STEPS = ("open", "match", "make", "load", "finish")  # of reft.client.restore.restore.run_restore
 
 INTO = {
     "existing": "restore in a fresh process, state exists",
@@ -74,7 +74,8 @@ def timed_steps() -> Iterator[dict[str, float]]:
     run, seconds = attach_restore.run_restore, dict.fromkeys(STEPS, 0.0)
 
     def run_timed(restore: Any, *arguments: Any) -> Any:
-        return run(TimedSteps(restore, seconds), *arguments)
+        timed: Any = TimedSteps(restore, seconds)
+        return run(timed, *arguments)
 
     with mock.patch.object(attach_restore, "run_restore", run_timed):
         yield seconds

@@ -12,7 +12,7 @@ from reft.client.link.reports import Reporter, ReporterFacts
 from reft.client.link.slots import MappedSlot, SlotLeases
 from reft.client.memory.cuda import Device
 from reft.client.memory.threads import ComputeThreads, copy_cpus, has_idle_cores
-from reft.client.restore.run import RestoreResult
+from reft.client.restore.restore import RestoreResult
 from reft.client.session import Session
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.engine import CopyEngine

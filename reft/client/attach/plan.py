@@ -18,7 +18,7 @@ from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Description, Introduction
 from reft.client.attach.inventory import Erasure
 from reft.client.link.exchange import together
-from reft.client.restore.reshard_match import is_reshaped
+from reft.client.restore.reshard import is_reshaped
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Version

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
@@ -22,11 +21,10 @@ from reft.client.link.rank_group import RankGroup
 from reft.client.link.slots import ALLOCATION_BYTES_PER_S, MappedSlot, SlotLeases
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.decode import decoder_for
+from reft.client.restore.opened import RestoreContext
 from reft.client.restore.remote_slots import RemoteSlots, SlotOpener
-from reft.client.restore.reshard import ReshardRestore
-from reft.client.restore.reshard_match import leaves_by_rank
-from reft.client.restore.restore import Restore
-from reft.client.restore.run import RestoreContext, RestoreResult, ShapedRestore, run_restore
+from reft.client.restore.reshard import ShapeChange, leaves_by_rank
+from reft.client.restore.restore import Restore, RestoreResult, run_restore
 from reft.client.restore.transport import Transport, transport_of
 from reft.console import say
 from reft.errors import ReftError
@@ -114,17 +112,17 @@ def restore(
         introduction.job.id, introduction.daemon.address, introduction.node.id, nodes, settings.attach_deadline_s
     )
     with contextlib.closing(SlotOpener(leases, remote)) as opener:
-        shaped = shaped_restore(context, introduction, plan, opener, buffer)
-        return run_restore(shaped, context.rank_group, transport, at_chunk)
+        steps = restore_steps(context, introduction, plan, opener, buffer)
+        return run_restore(steps, context.rank_group, transport, at_chunk)
 
 
-def shaped_restore(
+def restore_steps(
     context: AttachContext,
     introduction: Introduction,
     plan: AttachPlan,
     opener: SlotOpener,
     buffer: HugePageBuffer,
-) -> ShapedRestore[Any, Any]:
+) -> Restore:
     """Returns the steps of a restore into the same shape, or into another one."""
     base, before, state = plan.base, plan.base_manifest, introduction.state
     assert base is not None and before is not None, "a restore has a base"
@@ -141,7 +139,8 @@ def shaped_restore(
         decoder=decoder_for(state.device, context.settings.parity_scratch_bytes),
     )
     if plan.is_reshaped:
-        return ReshardRestore(restore_context, leaves_by_rank(before), leaves_by_rank(plan.manifest), before.mismatched)
+        change = ShapeChange(leaves_by_rank(before), leaves_by_rank(plan.manifest), before.mismatched)
+        return Restore(restore_context, change=change)
     layouts, index = layouts_of(before)
     return Restore(restore_context, layouts[index[context.rank]].leaves)
 

@@ -1,91 +1,37 @@
-"""The steps of one rank's restore into another shape; see `reft.client.restore.run`.
+"""Decides, equally on every rank, what goes where in a restore into another shape.
 
-open     the slots that this rank reads, and the capsules of old ranks that lost their slots; each
-         old rank has one keeper
-match    each distinct part of host state is published once; then the same result on all ranks:
-         transfers, or leaves that do not fit; host state by the rules of host_state_resharding
-make     live tensors for every leaf
-load     messages over the process group; lost shards are decoded and compared with their digests
-finish   host state
+leaves in the old manifest ─┐
+leaves that lie elsewhere   ├─► which bytes make which new leaves, or LayoutChanged
+leaves predicted now       ─┘
+host state of the old ranks ─► each distinct part is published once; then the rules of
+                               host_state_resharding, or LayoutChanged
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from reft.client.link.exchange import gather
 from reft.client.link.rank_group import RankGroup
 from reft.client.restore import host_state_resharding
-from reft.client.restore.executor import LiveTarget
 from reft.client.restore.host_state_resharding import HostStateResharding
-from reft.client.restore.load import LoadReport, chunk_verifier, load
-from reft.client.restore.materialize import live_tensors
-from reft.client.restore.remote_slots import remote_read_s
-from reft.client.restore.reshard_match import leaves_elsewhere, match_leaves, parts_to_publish
-from reft.client.restore.run import CapsuleFacts, OpenReport, RestoreContext, RestoreResult, Samples, samples_of
-from reft.client.restore.slot_reader import AtChunk
-from reft.client.restore.tensor_view import FlatTensorView
-from reft.client.restore.transport import Transport
-from reft.client.restore.verify import PeerMessages
-from reft.client.snapshot.replica_check import capsule_digests, earlier_digests
-from reft.client.state import serialization
-from reft.core.layout.layout import Leaf, pack
+from reft.client.restore.opened import CapsuleFacts, OldRank, RestoreContext, RestoreMatch
+from reft.core.coding.placement import Placement
+from reft.core.layout.layout import Layout, Leaf, pack
 from reft.core.recovery.plan import TransferPlan, TransferSizes, is_made
-from reft.core.recovery.shard_matching import ShardMatch
-from reft.core.text import more
-from reft.errors import FormatError
+from reft.core.recovery.shard_matching import ShardMatch, UnforeseenLeaves, is_same, match, pieces_of, wanted_leaves
+from reft.core.text import counted, more
+from reft.errors import LayoutChanged
 from reft.wire import capsule_format
-from reft.wire.slot_format import Bytes, SlotMap
+from reft.wire.manifest import layouts_of
+from reft.wire.messages import places_from, table_from, table_to
+from reft.wire.v1 import daemon_pb2 as pb
 
-Tree = Mapping[str, Any]
-DEFAULT_SIZES = TransferSizes()
-
-
-@dataclass(frozen=True)
-class _OldRank:
-    """What this rank opened of one old rank.
-
-    Attributes:
-        tree: the capsule's tree.
-        facts: what all ranks must know.
-        samples: the samples of its replicas.
-        slot: its slot; None if it is lost.
-        end: end of the slot's data that this rank reads.
-        lost_digests: the digests of the lost slot's chunks; empty if the slot is not lost.
-    """
-
-    tree: Tree
-    facts: CapsuleFacts
-    samples: Samples
-    slot: SlotMap | None = None
-    end: int = 0
-    lost_digests: bytes = b""
-
-
-@dataclass(frozen=True)
-class _MatchedState:
-    """What goes where, for this new rank.
-
-    Attributes:
-        old_ranks: what this rank opened, by old rank.
-        wanted: the leaves of this rank.
-        transfer_plan: the transfers of all ranks.
-        tree: the host state of this rank.
-        lists: see `HostStateResharding`.
-        lines: messages for the user; the same on all ranks.
-    """
-
-    old_ranks: Mapping[int, _OldRank]
-    wanted: Sequence[Leaf]
-    transfer_plan: TransferPlan
-    tree: Tree
-    lists: Mapping[str, Sequence[Any]]
-    lines: tuple[str, ...]
+LINES_MAX = 8  # problems that one error lists
 
 
 @dataclass(frozen=True)
@@ -96,122 +42,83 @@ class _PublishedState:
 
 
 @dataclass(frozen=True)
-class ReshardRestore:
-    """One rank's restore into another shape; see the module.
+class ShapeChange:
+    """The shapes before and after a restore into another shape.
 
     Args:
-        context: what every restore needs.
         before: for each old rank the leaves in the manifest of the base's epoch.
         after: for each new rank the leaves predicted now, in the order in which they are created.
         mismatched: names of leaves whose bytes differed between old ranks.
-        sizes: sizes of messages and buffers.
     """
 
-    context: RestoreContext
     before: Sequence[Sequence[Leaf]]
     after: Sequence[Sequence[Leaf]]
     mismatched: Sequence[str]
-    sizes: TransferSizes = DEFAULT_SIZES
-
-    @property
-    def world(self) -> int:
-        """The number of new ranks."""
-        return len(self.after)
-
-    @property
-    def remote_read_s(self) -> float:
-        """How much longer `load` may take because slots lie on other nodes, in seconds."""
-        return remote_read_s(self.context.plan.sources, self.context.readers.reader_of, self.context.nodes)
-
-    # open
-
-    def open(self) -> tuple[dict[int, _OldRank], OpenReport]:
-        """Opens the slots and capsules that this rank keeps."""
-        old_ranks: dict[int, _OldRank] = {}
-        damaged = []
-        for old, keeper in self.context.readers.keeper_of.items():
-            if keeper == self.context.rank:
-                try:
-                    old_ranks[old] = self._open_one(old)
-                except FormatError:
-                    damaged.append(old)
-        samples = {old: each.samples for old, each in old_ranks.items()}
-        facts = {old: each.facts for old, each in old_ranks.items()}
-        return old_ranks, OpenReport(tuple(damaged), samples, facts)
-
-    def _open_one(self, old: int) -> _OldRank:
-        """Returns one old rank's leaves and host state, from its capsule and slot.
-
-        Raises:
-            FormatError: the slot or capsule is damaged.
-        """
-        plan, opener, placement = self.context.plan, self.context.opener, self.context.placement
-        source = plan.sources.get(old)
-        if source is None:
-            record = opener.capsule(plan, old)
-            tree = serialization.decode(record.capsule)
-            return _OldRank(tree, _facts(tree), self._samples(old, tree), lost_digests=record.digests)
-        slot = opener.slot(source)
-        tree = serialization.decode(slot.capsule())
-        others, end = leaves_elsewhere(placement, old, self.before[old], slot.table())
-        return _OldRank(tree, _facts(tree, others), self._samples(old, tree), slot, end)
-
-    def _samples(self, old: int, tree: Tree) -> Samples:
-        return samples_of(
-            capsule_digests(tree) + earlier_digests(self.context.opener.remote.earlier(self.context.plan, old))
-        )
-
-    # match
 
     def match(
-        self, old_ranks: Mapping[int, _OldRank], reports: Sequence[OpenReport], rank_group: RankGroup
-    ) -> _MatchedState:
+        self,
+        context: RestoreContext,
+        opened: Mapping[int, OldRank],
+        facts: Mapping[int, CapsuleFacts],
+        rank_group: RankGroup,
+        sizes: TransferSizes,
+    ) -> RestoreMatch:
         """Decides what goes where, after each distinct part of host state was published once.
+
+        Args:
+            context: what every step needs.
+            opened: what this rank opened.
+            facts: old rank → its facts, for all old ranks.
+            rank_group: all ranks of the job.
+            sizes: of messages and buffers.
 
         Raises:
             LayoutChanged: a leaf or a part of host state does not fit; the same on every rank.
         """
-        context = self.context
-        facts = {old: each for report in reports for old, each in report.facts.items()}
-        published = gather(rank_group, lambda: self._publish(old_ranks, facts), _PublishedState)
-        shard_match, wanted = match_leaves(context.placement, self.before, self.after, self.mismatched, facts)
+        placement, readers = context.placement, context.readers
+        published = gather(rank_group, lambda: self._publish(context, opened, facts), _PublishedState)
+        shard_match, wanted = match_leaves(placement, self.before, self.after, self.mismatched, facts)
         values = {digest: capsule_format.decode(data) for each in published for digest, data in each.values.items()}
-        resharding = self._host_state(old_ranks, facts, values)
-        tree = resharding.tree(facts[0].step, facts[0].marked)
-        lost = [
-            old
-            for old in range(len(self.before))
-            if old not in context.plan.sources and is_made(context.placement, old)
-        ]
-        transfer_plan = TransferPlan(shard_match.needs, context.placement, context.readers, lost, sizes=self.sizes)
-        lines = (*resharding.lines, *_own_leaves(shard_match))
-        return _MatchedState(old_ranks, wanted[context.rank], transfer_plan, tree, resharding.lists, lines)
+        host_state = self._host_state(context, opened, facts, values)
+        tree = host_state.tree(facts[0].step, facts[0].marked)
+        lost = [old for old in context.lost if is_made(placement, old)]
+        leaves = wanted[context.rank]
+        layout = pack(leaves)
+        return RestoreMatch(
+            opened,
+            leaves,
+            (TransferPlan(shard_match.needs, placement, readers, lost, sizes=sizes),),
+            layout,
+            {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)},
+            tree,
+            host_state.lists,
+            (*host_state.lines, *_own_leaves(shard_match)),
+        )
 
-    def _publish(self, old_ranks: Mapping[int, _OldRank], facts: Mapping[int, CapsuleFacts]) -> _PublishedState:
+    def _publish(
+        self, context: RestoreContext, opened: Mapping[int, OldRank], facts: Mapping[int, CapsuleFacts]
+    ) -> _PublishedState:
         values = {}
-        for old, part in parts_to_publish(facts, self.context.readers.keeper_of, self.world, self.context.rank):
-            value = host_state_resharding.parts(old_ranks[old].tree)[part]
+        for old, part in parts_to_publish(facts, context.readers.keeper_of, len(self.after), context.rank):
+            value = host_state_resharding.parts(opened[old].tree)[part]
             values[facts[old].digests[part]] = capsule_format.encode(value)
         return _PublishedState(values)
 
     def _host_state(
-        self, old_ranks: Mapping[int, _OldRank], facts: Mapping[int, CapsuleFacts], values: Mapping[str, Any]
+        self,
+        context: RestoreContext,
+        opened: Mapping[int, OldRank],
+        facts: Mapping[int, CapsuleFacts],
+        values: Mapping[str, Any],
     ) -> HostStateResharding:
-        """Returns the rules for this rank's host state.
-
-        Args:
-            old_ranks: what this rank opened.
-            facts: old rank → its facts.
-            values: digest → the published value.
-        """
-        kept = dict(values)
-        for old, each in old_ranks.items():
+        """Returns the rules for this rank's host state; `values` has the published ones."""
+        kept, host = dict(values), context.host
+        for old, each in opened.items():
             parts = host_state_resharding.parts(each.tree)
             kept |= {digest: parts[part] for part, digest in facts[old].digests.items()}
-        host = self.context.host
         return HostStateResharding(
-            rank=self.context.rank,
-            world=self.world,
+            rank=context.rank,
+            world=len(self.after),
             digests=[facts[old].digests for old in range(len(self.before))],
             values=kept,
             live=host.capture(0),
@@ -219,63 +126,137 @@ class ReshardRestore:
             takes_all=[name for name, value in host.objects.items() if hasattr(value, "load_state_dicts")],
         )
 
-    # make, load, finish
 
-    def make(self, matched: _MatchedState) -> Mapping[str, torch.Tensor]:
-        """Returns the live tensor of every leaf; creates missing ones."""
-        context = self.context
-        return live_tensors(matched.wanted, context.tracked, context.tensor_index, context.buffer)
+def facts_of(placement: Placement, old: int, opened: OldRank, predicted: Sequence[Leaf]) -> CapsuleFacts:
+    """Returns what all ranks must know of an old rank.
 
-    def load(
-        self,
-        matched: _MatchedState,
-        tensors: Mapping[str, torch.Tensor],
-        transport: Transport | None,
-        at_chunk: AtChunk,
-    ) -> LoadReport:
-        """Fills the live tensors; reports damaged slots and faults."""
-        context, plan, layout = self.context, matched.transfer_plan, pack(matched.wanted)
-        opened = {old: each.slot for old, each in matched.old_ranks.items() if each.slot is not None}
-        slots, damaged = context.near_slots(plan.owners, opened, lambda old: self._data_end(matched, old), at_chunk)
-        flat_view = FlatTensorView(layout.leaves, layout.offsets, tensors, copies=context.decoder.begin())
-        offsets = {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)}
-        report = load(
-            plan.operations(context.rank),
-            self.sizes,
-            context.placement.chunk_bytes,
-            PeerMessages(transport, context.rank),
-            slots,
-            LiveTarget(flat_view, offsets),
-            context.decoder,
-            {old: self._inline_leaves(plan, old, each.tree) for old, each in matched.old_ranks.items()},
-            {
-                old: chunk_verifier(context.placement, old, each.lost_digests)
-                for old, each in matched.old_ranks.items()
-                if old in plan.lost and old in plan.owners
-            },
-        )
-        return LoadReport(tuple(sorted({*damaged, *report.damaged})), report.faults)
-
-    def _data_end(self, matched: _MatchedState, old: int) -> int:
-        """Returns the end of the data to read in an old rank's slot."""
-        if old in matched.old_ranks:
-            return matched.old_ranks[old].end
-        return self.context.placement.rank_placement(old).unreplicated_offset
-
-    def _inline_leaves(self, plan: TransferPlan, old: int, tree: Tree) -> Bytes:
-        names = [name for name, _, _ in plan.inline_extents(old)]
-        return np.frombuffer(bytearray(b"".join(tree["riders"][name] for name in names)), np.uint8)
-
-    def finish(self, matched: _MatchedState, tensors: Mapping[str, torch.Tensor]) -> RestoreResult:
-        """Restores host state; inline leaves came with the messages."""
-        self.context.host.restore(matched.tree, matched.lists)
-        return RestoreResult(tree=matched.tree, lines=matched.lines)
-
-
-def _facts(tree: Tree, others: bytes = b"") -> CapsuleFacts:
-    parts = host_state_resharding.parts(tree)
+    Args:
+        placement: the placement that the base was written with.
+        old: the old rank.
+        opened: its slot or capsule.
+        predicted: the leaves of that rank in the manifest.
+    """
+    parts = host_state_resharding.parts(opened.tree)
     digests = {part: host_state_resharding.digest(value) for part, value in parts.items()}
+    others, tree = _leaves_elsewhere(placement, old, opened, predicted), opened.tree
     return CapsuleFacts(tuple(tree["absent"]), others, digests, tree["step"], tree["marked"])
+
+
+def _leaves_elsewhere(placement: Placement, old: int, opened: OldRank, predicted: Sequence[Leaf]) -> bytes:
+    """Returns the table of a slot's leaves that lie elsewhere than the placement says.
+
+    Empty if there are none.
+    """
+    leaf_of, places = {leaf.name: leaf for leaf in predicted}, opened.places
+    part = placement.rank_placement(old)
+    unreplicated_at = {
+        leaf.name: part.unreplicated_offset + at
+        for leaf, at in zip(part.unreplicated.leaves, part.unreplicated.offsets, strict=True)
+    }
+    moved = [
+        (leaf, at)
+        for leaf, at in zip(opened.layout.leaves, opened.layout.offsets, strict=True)
+        if places[leaf.name] != pb.CELL
+        and (
+            leaf_of.get(leaf.name) != leaf
+            or (places[leaf.name] == pb.UNREPLICATED and unreplicated_at.get(leaf.name) != at)
+        )
+    ]
+    if not moved:
+        return b""
+    leaves, offsets = zip(*moved, strict=True)
+    return table_to(Layout(leaves, offsets, opened.layout.data_bytes), places)
+
+
+def leaves_by_rank(manifest: pb.Manifest) -> list[tuple[Leaf, ...]]:
+    """Returns the predicted leaves of each rank, in the order of the placement.
+
+    Ranks with the same leaves share one tuple.
+    """
+    layouts, index = layouts_of(manifest)
+    leaves = [tuple(form.leaves()) for form in layouts.symbolic]
+    return [leaves[i] for i in index]
+
+
+def is_reshaped(before: pb.Manifest, after: pb.Manifest) -> bool:
+    """Returns whether the ranks of the new job have other leaves than the old ranks."""
+    if [before.layouts[i].digest for i in before.layout_of] == [after.layouts[i].digest for i in after.layout_of]:
+        return False  # the usual and quick case: thousands of layouts need not be expanded
+    return not is_same(leaves_by_rank(before), leaves_by_rank(after))
+
+
+def parts_to_publish(
+    facts: Mapping[int, CapsuleFacts], keepers: Mapping[int, int], world: int, rank: int
+) -> Iterator[tuple[int, str]]:
+    """Yields old rank and part of each value of host state to publish.
+
+    The keeper of the lowest old rank that had a value publishes it.
+
+    Args:
+        facts: old rank → its facts.
+        keepers: old rank → the new rank that has its capsule.
+        world: the number of new ranks.
+        rank: this new rank.
+    """
+    seen = set()
+    is_shared = len({each.digests["random"] for each in facts.values()}) == 1
+    for old, each in sorted(facts.items()):
+        for part, digest in each.digests.items():
+            if part == "random" and not is_shared and (old >= world or keepers[old] == old):
+                continue  # no other rank continues these generators
+            if digest not in seen and keepers[old] == rank:
+                yield old, part
+            seen.add(digest)
+
+
+def match_leaves(
+    placement: Placement,
+    before: Sequence[Sequence[Leaf]],
+    after: Sequence[Sequence[Leaf]],
+    mismatched: Sequence[str],
+    facts: Mapping[int, CapsuleFacts],
+) -> tuple[ShardMatch, Sequence[Sequence[Leaf]]]:
+    """Returns which bytes go where, and the leaves of each new rank.
+
+    Args:
+        placement: the placement that the base was written with.
+        before: for each old rank its leaves in the manifest of the base's epoch.
+        after: for each new rank the leaves predicted now.
+        mismatched: names of leaves whose bytes differed between old ranks.
+        facts: old rank → its facts.
+
+    Raises:
+        LayoutChanged: a leaf does not fit.
+    """
+    tables: dict[int, dict[str, Leaf]] = {}
+    unforeseen = {old: _unforeseen_leaves(each) for old, each in facts.items()}
+
+    def leaves_of(old: int) -> dict[str, Leaf]:
+        leaves = before[old]
+        return tables.setdefault(id(leaves), {leaf.name: leaf for leaf in leaves})
+
+    pieces, problems = pieces_of(placement, leaves_of, unforeseen)
+    wanted = wanted_leaves(after, pieces)
+    shard_match = match(pieces, wanted, mismatched)
+    lines = sorted(problems + shard_match.problems)
+    if lines:
+        rest = [f"and {len(lines) - LINES_MAX} more"] if len(lines) > LINES_MAX else []
+        raise LayoutChanged(
+            f"the snapshot of {counted(len(before), 'rank')} cannot be restored into this job of {len(after)}:\n  "
+            + "\n  ".join(lines[:LINES_MAX] + rest),
+            "start the job in its old shape, or under another name, or delete the snapshots with reft-cli purge",
+        )
+    return shard_match, wanted
+
+
+def _unforeseen_leaves(facts: CapsuleFacts) -> UnforeseenLeaves:
+    """Returns which leaves an old rank had otherwise than predicted."""
+    other_leaves: list[tuple[Leaf, int | None]] = []
+    if facts.others:
+        layout, places = table_from(facts.others), places_from(facts.others)
+        for leaf, at in zip(layout.leaves, layout.offsets, strict=True):
+            other_leaves.append((replace(leaf, staged=False), at if places[leaf.name] == pb.UNREPLICATED else None))
+    return UnforeseenLeaves(frozenset(facts.absent), tuple(other_leaves))
 
 
 def _own_leaves(shard_match: ShardMatch) -> list[str]:

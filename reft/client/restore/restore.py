@@ -1,260 +1,266 @@
-"""The steps of one rank's restore into the same shape; see `reft.client.restore.run`.
+"""One restore: all ranks run the same steps together, into the same shape or into another one.
 
-open    own slot, or the capsule that a peer kept for this rank; slots that this rank reads for
-        others
-make    live tensors for every leaf of the snapshot
-load    cells from all ranks' shards over the process group; lost shards are decoded; unreplicated
-        leaves from the rank's own slot
-finish  inline leaves and host state from the capsule
+    open     the slots and capsules that this rank reads  ─► OpenReport ┐ damaged, or replicas that
+                                                                        │ differ: counts as lost,
+    match    which bytes go where; another shape asks the other ranks   │ and all ranks make a
+    make     live tensors for every leaf                                │ new plan
+    load     bytes over the process group; lost shards are decoded      │
+                                                          ─► LoadReport ┘
+    finish   host state                                   ─► RestoreResult
+
+A step returns what the next step takes. A step stores nothing. Only `match` knows the shape: the
+same shape (`same_shape.py`) is decided alone, another shape (`reshard.py`) by all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
+from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
-from reft.client.restore.device_copies import DeviceCopier
 from reft.client.restore.executor import LiveTarget
-from reft.client.restore.load import LoadReport, chunk_verifier, load
+from reft.client.restore.load import NO_RANK, LoadReport, chunk_verifier, load
 from reft.client.restore.materialize import live_tensors
+from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank
 from reft.client.restore.remote_slots import remote_read_s
-from reft.client.restore.run import OpenReport, RestoreContext, RestoreResult, Samples, samples_of
+from reft.client.restore.reshard import ShapeChange, facts_of
+from reft.client.restore.same_shape import match_same_shape
 from reft.client.restore.slot_reader import AtChunk, SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
 from reft.client.restore.verify import PeerMessages
-from reft.client.snapshot.replica_check import capsule_digests, earlier_digests
-from reft.client.state import serialization
-from reft.client.state.tensors import leaf_of
-from reft.core.layout.layout import Layout, Leaf, align
-from reft.core.layout.regions import RegionCopy
-from reft.core.recovery.plan import (
-    SlotReaders,
-    TransferOperation,
-    TransferPlan,
-    TransferSizes,
-    cell_name,
-    cells_near,
-    same_shape_needs,
-)
-from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
-from reft.errors import FormatError
-from reft.wire.messages import places_from, table_from
-from reft.wire.slot_format import SlotMap
-from reft.wire.v1 import daemon_pb2 as pb
+from reft.client.snapshot.replica_check import are_mismatched
+from reft.console import say
+from reft.core.layout.layout import Leaf
+from reft.core.recovery.plan import TransferSizes
+from reft.errors import FormatError, LayoutChanged, RestoreError
+from reft.wire.slot_format import Bytes
 
-NO_LEAVES = Layout((), (), 0)
-DEFAULT_SIZES = TransferSizes()
+SIZES = TransferSizes()
 
 
 @dataclass(frozen=True)
-class _OwnState:
-    """The snapshot's state of this rank.
+class RestoreResult:
+    """The result of one restore, the same on every rank apart from the tree.
 
     Attributes:
-        tree: the capsule's tree; empty if the capsule is damaged.
-        leaves: the leaves that this rank had.
-        slot: the rank's slot; None if it is lost.
-        unreplicated: the leaves that only the slot has.
-        lost_digests: the digests of the lost slot's chunks; empty if the slot is not lost.
+        damaged: old ranks whose slots or capsules are damaged. If there are any, nothing counts as
+            restored.
+        tree: the restored host state. The generators in it come back last. None if nothing was
+            restored.
+        lines: messages for the user about state that each old rank had of its own.
     """
 
-    tree: Mapping[str, Any] = field(default_factory=dict)
-    leaves: tuple[Leaf, ...] = ()
-    slot: SlotMap | None = None
-    unreplicated: Layout = NO_LEAVES
-    lost_digests: bytes = b""
-
-    @property
-    def without_cell_bytes(self) -> frozenset[str]:
-        """Leaves without bytes in a cell: they did not exist yet, or were stored unreplicated."""
-        return frozenset(self.tree["absent"]) | {leaf.name for leaf in self.unreplicated.leaves}
-
-
-@dataclass(frozen=True)
-class _OpenedSlots:
-    """The slots that this rank reads, by old rank, and its own state."""
-
-    slots: Mapping[int, SlotMap]
-    own: _OwnState
+    damaged: tuple[int, ...] = ()
+    tree: Mapping[str, Any] | None = None
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Restore:
-    """One rank's restore into the same shape; see the module.
+    """One rank's steps of a restore; see the module.
 
     Args:
-        context: what every restore needs.
+        context: what every step needs.
         predicted: the leaves that this rank had when the base's epoch began.
-        sizes: sizes of messages and buffers.
+        change: the change of shape; None: the same shape.
     """
 
     context: RestoreContext
-    predicted: tuple[Leaf, ...]
-    sizes: TransferSizes = DEFAULT_SIZES
+    predicted: Sequence[Leaf] = ()
+    change: ShapeChange | None = None
 
     @property
     def remote_read_s(self) -> float:
         """How much longer `load` may take because slots lie on other nodes, in seconds."""
         sources, nodes = self.context.plan.sources, self.context.nodes
+        shared = remote_read_s(sources, self.context.readers.reader_of, nodes)
+        if self.change:
+            return shared
         # A rank that has moved reads unreplicated leaves from the slot on its earlier node.
-        own = remote_read_s(sources, {old: old for old in sources}, nodes)
-        return own + remote_read_s(sources, self.context.readers.reader_of, nodes)
+        return shared + remote_read_s(sources, {old: old for old in sources}, nodes)
 
-    def open(self) -> tuple[_OpenedSlots, OpenReport]:
-        """Opens the slots that this rank reads, and its own slot or capsule."""
-        context, damaged = self.context, set()
-        slots: dict[int, SlotMap] = {}
-        for old, reader in context.readers.reader_of.items():
-            if reader == context.rank:
-                try:
-                    slots[old] = context.opener.slot(context.plan.sources[old])
-                except FormatError:
-                    damaged.add(old)
-        try:
-            own = self._own_state(slots)
-        except FormatError:
-            damaged.add(context.rank)
-            own = _OwnState()
-        return _OpenedSlots(slots, own), OpenReport(tuple(sorted(damaged)), {context.rank: self._samples(own.tree)})
+    def open(self) -> tuple[dict[int, OldRank], OpenReport]:
+        """Opens slots and capsules; reports damage and raises no error for it."""
+        context, opened, facts = self.context, dict[int, OldRank](), {}
+        olds = {old for old, keeper in context.readers.keeper_of.items() if keeper == context.rank}
+        damaged = []
+        for old in sorted(olds if self.change else {*olds, context.rank}):
+            try:
+                opened[old] = open_old_rank(context, old)
+                if self.change:
+                    facts[old] = facts_of(context.placement, old, opened[old], self.change.before[old])
+            except FormatError:
+                damaged.append(old)
+        return opened, OpenReport(tuple(damaged), {old: each.samples for old, each in opened.items()}, facts)
 
-    def match(self, opened: _OpenedSlots, reports: Sequence[OpenReport], rank_group: RankGroup) -> _OpenedSlots:
-        """Returns the opened slots: in the same shape every byte goes back to its place."""
-        return opened
+    def match(
+        self, opened: Mapping[int, OldRank], reports: Sequence[OpenReport], rank_group: RankGroup
+    ) -> RestoreMatch:
+        """Decides which bytes go where. All ranks call it together.
 
-    def make(self, opened: _OpenedSlots) -> Mapping[str, torch.Tensor]:
-        """Returns the live tensor of every leaf; creates missing ones in the predicted order.
-
-        Optimizers then get their state in the order in which they created it.
+        Raises:
+            LayoutChanged: the state does not fit; the same on every rank.
         """
-        context, order = self.context, {leaf.name: i for i, leaf in enumerate(self.predicted)}
-        leaves = sorted(opened.own.leaves, key=lambda leaf: order.get(leaf.name, len(order)))
-        return live_tensors(leaves, context.tracked, context.tensor_index, context.buffer)
+        if self.change is None:
+            return match_same_shape(self.context, self.predicted, opened, SIZES)
+        facts = {old: each for report in reports for old, each in report.facts.items()}
+        return self.change.match(self.context, opened, facts, rank_group, SIZES)
+
+    def make(self, match: RestoreMatch) -> Mapping[str, torch.Tensor]:
+        """Returns the live tensor of every leaf, by name; creates missing ones.
+
+        Raises:
+            LayoutChanged: the leaves are not those of the model and optimizer.
+        """
+        context = self.context
+        return live_tensors(match.leaves, context.tracked, context.tensor_index, context.buffer)
 
     def load(
-        self,
-        opened: _OpenedSlots,
-        tensors: Mapping[str, torch.Tensor],
-        transport: Transport | None,
-        at_chunk: AtChunk,
+        self, match: RestoreMatch, tensors: Mapping[str, torch.Tensor], transport: Transport | None, at_chunk: AtChunk
     ) -> LoadReport:
-        """Fills the live tensors; reports the ranks whose slots are damaged."""
-        context, own = self.context, opened.own
-        readers, placement, rank = context.readers, context.placement, context.rank
-        needs = same_shape_needs(placement, cells_near(placement, readers, rank), self.sizes)
-        lost = [old for old in range(len(placement.domains)) if old not in context.plan.sources]
-        plan = TransferPlan(needs, placement, readers, lost, has_live_cells=True, sizes=self.sizes)
-        slots, damaged = context.near_slots(plan.owners, opened.slots, self._data_end, at_chunk)
-        operations: Iterable[TransferOperation] = plan.operations(rank)
-        if own.slot is not None and own.unreplicated.leaves:
-            slots[rank] = SlotReader(own.slot, own.unreplicated.data_bytes, at_chunk)
-            operations = chain(operations, self._own_plan(own.unreplicated).operations(rank))
-        verifiers = {rank: chunk_verifier(placement, rank, own.lost_digests)} if rank in lost else {}
-        target = self._target(own, tensors, context.decoder.begin())
+        """Fills the live tensors; reports damaged slots and faults. All ranks call it together.
+
+        Raises:
+            RestoreError: bytes are not available.
+        """
+        context, layout = self.context, match.layout
+        slots, damaged = self._near_slots(match, at_chunk)
+        made = {old for plan in match.plans for old in plan.owners if old in plan.lost}
         report = load(
-            operations,
-            self.sizes,
-            placement.chunk_bytes,
-            PeerMessages(transport, rank),
+            chain.from_iterable(plan.operations(context.rank) for plan in match.plans),
+            SIZES,
+            context.placement.chunk_bytes,
+            PeerMessages(transport, context.rank),
             slots,
-            target,
+            LiveTarget(
+                FlatTensorView(layout.leaves, layout.offsets, tensors, copies=context.decoder.begin()), match.offsets
+            ),
             context.decoder,
-            verifiers=verifiers,
+            inline_leaves(match),
+            {
+                old: chunk_verifier(context.placement, old, each.lost_digests)
+                for old, each in match.opened.items()
+                if old in made
+            },
         )
         return LoadReport(tuple(sorted({*damaged, *report.damaged})), report.faults)
 
-    def _data_end(self, old: int) -> int:
-        return self.context.placement.rank_placement(old).unreplicated_offset
+    def _near_slots(self, match: RestoreMatch, at_chunk: AtChunk) -> tuple[dict[int, SlotReader], set[int]]:
+        """Returns readers of the slots that this rank reads itself, and the damaged ones."""
+        context, slots, damaged = self.context, dict[int, SlotReader](), set[int]()
+        near = {
+            old
+            for plan in match.plans
+            for old in plan.owners
+            if old in context.plan.sources and plan.readers.is_near(old, context.rank)
+        }
+        for old in sorted(near):
+            try:
+                opened = match.opened.get(old)
+                slot = opened.slot if opened and opened.slot else context.opener.slot(context.plan.sources[old])
+                end = context.placement.rank_placement(old).unreplicated_offset
+                slots[old] = SlotReader(slot, max(end, opened.layout.data_bytes if opened else 0), at_chunk)
+            except FormatError:
+                damaged.add(old)
+        return slots, damaged
 
-    def _own_plan(self, unreplicated: Layout) -> TransferPlan:
-        """Returns the plan for this rank's unreplicated leaves: the rank reads its own slot."""
-        rank, readers = self.context.rank, self.context.readers
-        needs = [
-            PieceTransfer(
-                leaf.name,
-                leaf.nbytes,
-                PieceLocation(PieceSource.SLOT, rank, at),
-                RegionCopy(0, 0, leaf.nbytes),
-                (rank,),
-            )
-            for leaf, at in zip(unreplicated.leaves, unreplicated.offsets, strict=True)
-            if leaf.nbytes
-        ]
-        own = SlotReaders({rank: rank}, {}, {rank: ""}, readers.node_of_rank)
-        return TransferPlan(needs, self.context.placement, own, sizes=self.sizes)
+    def finish(self, match: RestoreMatch) -> RestoreResult:
+        """Restores host state; all leaves are loaded."""
+        self.context.host.restore(match.tree, match.lists)
+        return RestoreResult(tree=match.tree, lines=match.lines)
 
-    def _target(self, own: _OwnState, tensors: Mapping[str, torch.Tensor], copies: DeviceCopier) -> LiveTarget:
-        """Returns this rank's live memory: cells, then unreplicated leaves."""
-        placement = self.context.placement
-        leaves, at, offsets, end = list[Leaf](), list[int](), dict[str, int](), 0
-        for number in placement.division.cells_of[placement.division.layout_of[self.context.rank]]:
-            cell = placement.division.cells[number]
-            offsets[cell_name(number)] = end
-            for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
-                if leaf.name not in own.without_cell_bytes:
-                    leaves.append(leaf)
-                    at.append(end + offset)
-            end = align(end + cell.nbytes)
-        for leaf in own.unreplicated.leaves:
-            offsets[leaf.name] = end
-            leaves.append(leaf)
-            at.append(end)
-            end = align(end + leaf.nbytes)
-        return LiveTarget(FlatTensorView(leaves, at, tensors, copies=copies), offsets)
 
-    def finish(self, opened: _OpenedSlots, tensors: Mapping[str, torch.Tensor]) -> RestoreResult:
-        """Restores inline leaves and host state from the capsule."""
-        tree = opened.own.tree
-        for name, data in tree["riders"].items():
-            if not data:
-                continue  # a leaf without elements
-            target = tensors[name]
-            source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(target.dtype)
-            with torch.no_grad():
-                target.copy_(source.as_strided(target.shape, leaf_of(name, target, False).stride))
-        self.context.host.restore(tree)
-        return RestoreResult(tree=tree)
+def inline_leaves(match: RestoreMatch) -> dict[int, Bytes]:
+    """Returns old rank → its needed inline leaves, end to end, for the opened capsules.
 
-    def _samples(self, tree: Mapping[str, Any]) -> Samples:
-        if not tree.get("compared"):
-            return ()
-        earlier = self.context.opener.remote.earlier(self.context.plan, self.context.rank)
-        return samples_of(capsule_digests(tree) + earlier_digests(earlier))
+    Raises:
+        LayoutChanged: an inline leaf has another size than expected.
+    """
+    leaves = dict[int, Bytes]()
+    for old, each in match.opened.items():
+        data = bytearray()
+        for name, begin, end in chain.from_iterable(plan.inline_extents(old) for plan in match.plans):
+            data += each.tree["riders"][name]
+            if len(data) != end:
+                raise LayoutChanged(f"{name} has {len(data) - begin} bytes in the snapshot, not {end - begin}.")
+        leaves[old] = np.frombuffer(data, np.uint8)
+    return leaves
 
-    def _own_state(self, slots: Mapping[int, SlotMap]) -> _OwnState:
-        """Returns the state of this rank, from its slot or from its capsule.
 
-        Raises:
-            FormatError: the slot, the capsule or the table is damaged.
-        """
-        rank, plan, opener = self.context.rank, self.context.plan, self.context.opener
-        source = plan.sources.get(rank)
-        if source is None:
-            record = opener.capsule(plan, rank)
-            tree = serialization.decode(record.capsule)
-            absent = set(tree["absent"])
-            leaves = tuple(leaf for leaf in self.predicted if leaf.name not in absent)
-            return _OwnState(tree, leaves, lost_digests=record.digests)
-        slot = slots.get(rank) or opener.slot(source)
-        table = slot.table()
-        layout, places = table_from(table), places_from(table)
-        unreplicated = [
-            (leaf, at)
-            for leaf, at in zip(layout.leaves, layout.offsets, strict=True)
-            if places[leaf.name] == pb.UNREPLICATED
-        ]
-        return _OwnState(
-            serialization.decode(slot.capsule()),
-            layout.leaves,
-            slot,
-            Layout(tuple(leaf for leaf, _ in unreplicated), tuple(at for _, at in unreplicated), _end(unreplicated)),
+def run_restore(
+    restore: Restore, rank_group: RankGroup, transport: Callable[[], Transport | None], at_chunk: AtChunk
+) -> RestoreResult:
+    """Runs all steps; all ranks call it together.
+
+    Args:
+        restore: this rank's steps.
+        rank_group: all ranks of the job.
+        transport: creates the transport between ranks, on all ranks together.
+        at_chunk: called before each chunk is read, from several threads.
+
+    Raises:
+        LayoutChanged: the state does not fit; names the leaves.
+        RestoreError: bytes are not available, or decoded bytes differ from the saved ones.
+    """
+    opened, opens = share(rank_group, restore.open, OpenReport)
+    if damaged := damaged_at_open(opens):
+        return RestoreResult(damaged)
+    match = restore.match(opened, opens, rank_group)
+    tensors = together(rank_group, lambda: restore.make(match))
+    for is_last in (False, True):
+        loads = gather(
+            rank_group,
+            lambda: restore.load(match, tensors, transport(), at_chunk),
+            LoadReport,
+            restore.remote_read_s,
         )
+        if damaged := damaged_at_load(loads, is_last):
+            return RestoreResult(damaged)
+        faults = {text for report in loads for text in report.faults}
+        if not faults:
+            break
+        if rank_group.rank == 0:
+            say(f"{min(faults)}. All ranks load again.")
+    return restore.finish(match)
 
 
-def _end(placed: Iterable[tuple[Leaf, int]]) -> int:
-    return max((at + leaf.nbytes for leaf, at in placed), default=0)
+def damaged_at_open(reports: Sequence[OpenReport]) -> tuple[int, ...]:
+    """Returns the old ranks whose slots and capsules must not be used.
+
+    If replicas differ, nobody knows which one is right: these are all old ranks.
+    """
+    damaged = {old for report in reports for old in report.damaged}
+    if are_mismatched(samples for report in reports for samples in report.samples.values()):
+        damaged |= {old for report in reports for old in report.samples}
+    return tuple(sorted(damaged))
+
+
+def damaged_at_load(reports: Sequence[LoadReport], is_last: bool) -> tuple[int, ...]:
+    """Returns the old ranks whose slots must not be used any more.
+
+    Bytes that changed on their way are loaded once more. If they change again, their source counts
+    as damaged, and other copies are used.
+
+    Args:
+        reports: of all ranks.
+        is_last: whether the load was already repeated.
+
+    Raises:
+        RestoreError: bytes are wrong again, and no other source would help.
+    """
+    damaged = {old for report in reports for old in report.damaged}
+    faults = {text: old for report in reports for text, old in report.faults.items()}
+    if is_last and not damaged:
+        damaged = {old for old in faults.values() if old != NO_RANK}
+        if faults and not damaged:
+            raise RestoreError(
+                f"{min(faults)}, twice.", "bring back the lost node's memory, or go back to a checkpoint"
+            )
+    return tuple(sorted(damaged))

@@ -9,7 +9,7 @@ import pytest
 
 from reft.client.attach.begin import announcement
 from reft.client.attach.plan import AttachPlan, make_plan, recover
-from reft.client.restore.run import RestoreResult
+from reft.client.restore.restore import RestoreResult
 from tests.support.attaches import begun, context, description, introduction, survey_of
 
 RESTORED = RestoreResult(tree={"marked": True}, lines=("each old rank had its own model.0.b.",))

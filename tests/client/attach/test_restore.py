@@ -8,12 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from reft.client.attach.plan import make_plan, recover
-from reft.client.attach.restore import give_up, lease, leases_of, registration, restore, shaped_restore
+from reft.client.attach.restore import give_up, lease, leases_of, registration, restore, restore_steps
 from reft.client.link.rank_group import RankGroup
 from reft.client.memory.huge_pages import HugePageBuffer
-from reft.client.restore.reshard import ReshardRestore
-from reft.client.restore.restore import Restore
-from reft.client.restore.run import RestoreResult
+from reft.client.restore.restore import RestoreResult
 from reft.config import Launch
 from reft.errors import AlreadyAttached, AttachError, ReftError
 from tests.support.attaches import begun, context, description, introduction, survey_of
@@ -107,10 +105,10 @@ def test_leases_name_the_rank_under_the_new_epoch(under_agent, run_id):
 
 def test_the_shape_chooses_the_steps_of_the_restore():
     plan, epoch = planned("ab"), FIRST.decision.epoch
-    same = shaped_restore(context(), introduction("ab"), plan, SimpleNamespace(), HugePageBuffer(0))
-    assert isinstance(same, Restore) and [leaf.name for leaf in same.predicted] == ["model.0.w", "model.0.b"]
-    other = shaped_restore(context(), introduction("a"), planned("a"), SimpleNamespace(), HugePageBuffer(0))
-    assert isinstance(other, ReshardRestore) and (len(other.before), len(other.after)) == (2, 1)
+    same = restore_steps(context(), introduction("ab"), plan, SimpleNamespace(), HugePageBuffer(0))
+    assert same.change is None and [leaf.name for leaf in same.predicted] == ["model.0.w", "model.0.b"]
+    other = restore_steps(context(), introduction("a"), planned("a"), SimpleNamespace(), HugePageBuffer(0))
+    assert other.change is not None and (len(other.change.before), len(other.change.after)) == (2, 1)
     assert same.context.placement is plan.survey.placements[epoch], "the one that the base was written with"
 
 

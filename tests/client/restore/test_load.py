@@ -15,9 +15,10 @@ from reft.client.restore import load as load_module
 from reft.client.restore.decode import StripeDecoder
 from reft.client.restore.executor import LiveTarget
 from reft.client.restore.load import NO_RANK, LoadProgress, LoadReport, load
+from reft.client.restore.opened import OldRank, OpenReport, RestoreContext
 from reft.client.restore.remote_slots import SlotOpener
 from reft.client.restore.restore import Restore
-from reft.client.restore.run import OpenReport, RestoreContext
+from reft.client.restore.same_shape import needs_of_own_leaves, plan_for_itself
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.verify import PeerMessages
@@ -26,11 +27,12 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import INLINE_BYTES_MAX
 from reft.core.layout.layout import Layout
 from reft.core.recovery.gather import group_lanes, undecodable
-from reft.core.recovery.plan import DecodeOperation, TransferSizes
+from reft.core.recovery.plan import DecodeOperation, SlotReaders, TransferSizes
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
 from reft.core.recovery.walk import OPERATIONS_MAX
 from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire.slot_format import SlotMap, chunk_digest
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.loads import CHUNK, CLEAN, SMALL, Job, blank, every_loss, few, mixed, random
 from tests.support.shards import Postbox, alike, slot_data
 
@@ -210,7 +212,7 @@ def test_a_slot_or_capsule_damaged_at_open_is_reported_without_an_error(rank):
     context = RestoreContext(
         plan, job.placement, rank, {"a": [0], "b": [1]}, opener, **nothing, decoder=StripeDecoder()
     )
-    assert Restore(context, ()).open()[1] == OpenReport((rank,), {rank: ()})
+    assert Restore(context, ()).open()[1] == OpenReport((rank,))
 
 
 @pytest.mark.parametrize("scheme", ["aec", "arc"])
@@ -324,9 +326,11 @@ def test_unreplicated_leaves_are_loaded_from_the_ranks_own_slot(world, sizes):
         part = job.placement.rank_placement(rank)
         leaves, ends = part.unreplicated.leaves, [part.unreplicated_offset + at for at in part.unreplicated.offsets]
         unreplicated = Layout(leaves, tuple(ends), part.data_bytes)
-        nowhere = SimpleNamespace(plan=RecoveryPlan(None, {}, {}), nodes={"a": list(range(world))})
-        context = RestoreContext(nowhere.plan, job.placement, rank, nowhere.nodes, *[None] * 6)
-        plan = Restore(context, (), sizes)._own_plan(unreplicated)
+        own = OldRank(
+            {"riders": {}}, (), job.slots[rank], unreplicated, {leaf.name: pb.UNREPLICATED for leaf in leaves}
+        )
+        needs = needs_of_own_leaves(rank, own, {leaf.name: leaf.nbytes for leaf in leaves})
+        plan = plan_for_itself(needs, job.placement, rank, SlotReaders.of({}, job.nodes, world), sizes)
         for is_damaged in (False, True):
             slot = SlotReader(job.slots[rank], unreplicated.data_bytes, lambda _: None)
             offsets = {leaf.name: at for leaf, at in zip(leaves, ends, strict=True)}
