@@ -7,6 +7,7 @@ import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,6 +88,37 @@ def _call_in_thread(device: torch.device, call: Callable[[Any], Any]) -> int:
     finally:
         worker.close()
     return errors[0]
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A tensor on its way from a device to the host.
+
+    Attributes:
+        memory: the tensor on the host, in pinned memory.
+        event: the device passes this event when the bytes have arrived.
+    """
+
+    memory: torch.Tensor
+    event: Any
+
+    def wait(self) -> torch.Tensor:
+        """Returns the tensor on the host, once the device has copied it. Any thread may call it."""
+        with beside_captures():
+            self.event.synchronize()
+        return self.memory
+
+    def is_nonzero(self) -> bool:
+        """Returns whether any element is other than 0. Waits like `wait`."""
+        return bool(self.wait().any())
+
+
+def begin_host_copy(tensor: torch.Tensor) -> HostCopy:
+    """Enqueues a copy of a tensor to the host, in the current stream."""
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    with torch.cuda.device(tensor.device), torch.no_grad():
+        memory.copy_(tensor.contiguous(), non_blocking=True)
+        return HostCopy(memory, _record_event(torch.cuda.current_stream(), blocking=True))
 
 
 class Device:

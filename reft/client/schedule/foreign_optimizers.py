@@ -5,13 +5,16 @@ A passed optimizer is one that was passed to attach; any other is foreign.
     a foreign optimizer steps held parameters ─► the window ends; without marks, the second such
                                                  step in a row writes a warning
     a mark, but no passed optimizer stepped   ─► no snapshot if a foreign optimizer stepped, or
-                                                 if gradients exist
+                                                 if gradients exist that no GradScaler dropped
     no marks, and the last optimizer is first ─► no snapshot until a mark: the steps of the last
                                                  optimizer end no iteration
 
 Two loops need these checks. A loop may replace its optimizer during the run: reft does not hold the
 moments of the new one, and gets no call of its hooks. A loop may mark each micro-batch: reft does
 not hold the accumulated gradients. After a restart both loops would go on with wrong state.
+
+A GradScaler that skips a step has found infinite gradients. A loop that trains on drops them before
+its next backward pass, since infinite gradients stay infinite. So such a mark is complete.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ UNHELD = (
     "the optimizer that trains."
 )
 UNSTEPPED = (
-    "gradients exist, and no optimizer that was passed to attach has stepped since the last mark (a step that a GradScaler "
-    "skips does not count). Snapshots hold no gradients, so a restart would go on without them. Mark only after the optimizer's "
-    "step."
+    "gradients exist, and no optimizer that was passed to attach has stepped since the last mark. Snapshots hold no gradients, "
+    "so a restart would go on without them. Mark only after the optimizer's step; if a GradScaler skips steps, pass the "
+    "GradScaler in state=."
 )
 OUT_OF_TURN = (
     "no step is marked, and the last of the optimizers stepped before others: reft can't tell where an iteration ends. Mark "
@@ -60,6 +63,7 @@ class ForeignOptimizerGuard:
         self._own = {id(each) for each in optimizers}  # the session keeps these objects alive
         self._holds = holds
         self._before = before
+        self._has_dropped = False  # whether a GradScaler has skipped a step since the last mark
         self._foreign_steps = 0  # steps of foreign optimizers since the last step of a passed one
         self._foreign_name = ""  # class of the last foreign optimizer
         self._follows = bool(optimizers) and all(isinstance(each, torch.optim.Optimizer) for each in optimizers)
@@ -83,6 +87,10 @@ class ForeignOptimizerGuard:
         self._foreign_steps = 0
         self._stepped.add(index)
 
+    def skipped_step(self) -> None:
+        """Notes that a GradScaler skipped the step of a passed optimizer."""
+        self._has_dropped = True
+
     def first_call(self) -> None:
         """Notes the first step of the last optimizer, in a loop without marks so far."""
         self._last_steps_last = len(self._stepped) == self._passed
@@ -95,12 +103,15 @@ class ForeignOptimizerGuard:
             modules: modules that may have gradients; checked if no passed optimizer has stepped.
         """
         stepped, self._stepped = self._stepped, set()
+        has_dropped, self._has_dropped = self._has_dropped, False
         if is_unmarked and not self._last_steps_last:
             return OUT_OF_TURN
         if stepped:
             return ""
         if self._foreign_steps:
             return UNHELD.format(self._foreign_name)
+        if has_dropped:
+            return ""
         has_gradients = self._follows and any(p.grad is not None for module in modules for p in module.parameters())
         return UNSTEPPED if has_gradients else ""
 

@@ -2,6 +2,7 @@
 
     pre-hook of each optimizer      the window closes: the optimizer is about to write the state
     post-hook of the last one       without marks: the mark
+    step of each held GradScaler    notes that the GradScaler skipped the optimizer's step
     any optimizer of the process    `reft.client.schedule.foreign_optimizers`
 
 They run inside the user's optimizer step, in any grad mode.
@@ -11,15 +12,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
 
+from reft.client.memory.cuda import HostCopy, begin_host_copy
 from reft.client.schedule.foreign_optimizers import ForeignOptimizerGuard
 from reft.client.schedule.snapshot_window import SnapshotWindow, Stepping
-from reft.client.schedule.step_counting import CallCounting, ResumedCounting
+from reft.client.schedule.step_counting import Call, CallCounting, ResumedCounting
+from reft.client.state.extract.registry import Removable
+from reft.client.state.extract.wrapping import WrappedMethod
 from reft.client.state.tracked_objects import required_extractor
 
 log = logging.getLogger("reft")
@@ -34,20 +38,31 @@ class OptimizerHooks:
     Args:
         optimizers: the passed optimizers; the last one ends a step in a loop without marks.
         window: closed before a step, and marked after one.
+        begin_copy: begins the copy of a tensor from its device to the host.
     """
 
-    def __init__(self, optimizers: Sequence[Any], window: SnapshotWindow) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Any],
+        window: SnapshotWindow,
+        begin_copy: Callable[[torch.Tensor], HostCopy] = begin_host_copy,
+    ) -> None:
         self._window = window
+        self._begin_copy = begin_copy
         self._pid = os.getpid()
+        self._steps = 0  # steps of passed optimizers
         if any(group.get("capturable") for each in optimizers for group in getattr(each, "param_groups", ())):
             window.stepping = Stepping.UNSEEN
-        self._removables = []
+        self._removables: list[Removable] = []
         for index, optimizer in enumerate(optimizers):
             after = self._after_last if optimizer is optimizers[-1] else _nothing
             self._removables += required_extractor(optimizer).hook(optimizer, partial(self._before, index), after)
         self._foreign: ForeignOptimizerGuard | None = None
         if window.snapshots is not None:
             self._foreign = ForeignOptimizerGuard(optimizers, window.holds, self._before_foreign)
+            own = {id(each) for each in optimizers}
+            for scaler in window.snapshots.planner.tracked.scalers.values():
+                self._removables.append(WrappedMethod(scaler, "step", partial(self._scaled_step, own)))
 
     def mark(self) -> None:
         """Marks the end of an iteration."""
@@ -72,10 +87,21 @@ class OptimizerHooks:
             return
         if window.stepping is Stepping.UNSEEN:
             window.stepping = Stepping.CALLED
+        self._steps += 1
         if self._foreign is not None:
             self._foreign.own_step(index)
         window.written_step = window.step
         window.close()
+
+    def _scaled_step(
+        self, own: Set[int], _: object, call: Callable[..., Any], optimizer: object, *rest: Any, **keywords: Any
+    ) -> Any:
+        """Runs `GradScaler.step`, and notes if it did not call the optimizer."""
+        before = self._steps
+        result = call(optimizer, *rest, **keywords)
+        if self._steps == before and id(optimizer) in own and self._foreign is not None:
+            self._foreign.skipped_step()
+        return result
 
     def _before_foreign(self, trouble: str) -> None:
         if os.getpid() != self._pid or self._window.is_capturing():
@@ -102,22 +128,37 @@ class OptimizerHooks:
         self._window.stepping = Stepping.REPLAYED
 
     def _after_last(self, optimizer: object, *_: object) -> None:
-        if os.getpid() != self._pid or self._window.is_capturing() or _was_skipped(optimizer):
+        if os.getpid() != self._pid or self._window.is_capturing():
             return
-        window, counting = self._window, self._window.counting
+        counting = self._window.counting
         if isinstance(counting, ResumedCounting) and counting.count() == CALLS_WITHOUT_MARK:
             log.warning(
                 "%d calls of the optimizer without a mark: no snapshot is taken, because the restored step was marked. Mark "
                 "steps with session.step_end(), or start under another job name.",
                 CALLS_WITHOUT_MARK,
             )
-        elif not isinstance(counting, CallCounting):
+        elif isinstance(counting, CallCounting):
+            self._count_call(counting, getattr(optimizer, "found_inf", None))
+
+    def _count_call(self, counting: CallCounting, found_inf: object) -> None:
+        """Counts a call of the last optimizer in a loop without marks.
+
+        Args:
+            counting: how calls are counted.
+            found_inf: what a GradScaler gave to a fused optimizer: 1 if the kernel skips the step.
+        """
+        flag = None
+        if isinstance(found_inf, torch.Tensor) and found_inf.device.type != "cpu":
+            flag = self._begin_copy(found_inf)
+        elif isinstance(found_inf, torch.Tensor) and bool(found_inf):
             return
-        elif counting.count():
+        call, window = counting.count(flag), self._window
+        if call is Call.STEP:
             if window.step == counting.start + 1:
                 self._warn_unmarked()
+            window.skipped = flag
             self.mark()
-        else:
+        elif call is Call.FIRST:
             window.step += 1
             if self._foreign is not None:
                 self._foreign.first_call()
@@ -135,12 +176,3 @@ class OptimizerHooks:
 
 def _nothing(*_: object) -> None:
     """Does nothing: the post-hook of all optimizers but the last."""
-
-
-def _was_skipped(optimizer: object) -> bool:
-    """Decides whether a fused step was skipped because of infinite gradients.
-
-    False for a tensor on a device: to read such a tensor would wait for the device.
-    """
-    found_inf = getattr(optimizer, "found_inf", None)
-    return isinstance(found_inf, torch.Tensor) and found_inf.device.type == "cpu" and bool(found_inf)

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from reft.client.memory import streaming
+from reft.client.memory.cuda import HostCopy
 from reft.client.schedule.iteration_profile import IterationProfiler
 from reft.client.schedule.step_counting import CallCounting, MarkCounting, ResumedCounting, StepCounting
 from reft.client.snapshot.snapshotter import Snapshotter
@@ -102,6 +103,7 @@ class SnapshotWindow:
         reviews: checks at some steps whether the state still fits the placement; None if no node
             could protect another node's state.
         written_step: the newest step whose state an optimizer has overwritten.
+        skipped: whether the device skips the newest step; None if the step surely trains.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class SnapshotWindow:
         self.stepping = Stepping.CALLED
         self.reviews: PlacementReviewer | None = None
         self.written_step = -1
+        self.skipped: HostCopy | None = None
         self._taken_step = -1  # the newest step that was snapshotted, or given up
         self._skip_reason = ""  # why the newest mark gives no snapshot; empty if it may
 
@@ -165,7 +168,7 @@ class SnapshotWindow:
         """
         self._taken_step = self.step
         if self.snapshots is not None:
-            is_open = self.snapshots.take(self.step, is_marked, pacing_plan)
+            is_open = self.snapshots.take(self.step, is_marked, pacing_plan, self.skipped)
             if is_open and self.stepping is not Stepping.CALLED:
                 self.snapshots.fence()
 
@@ -190,6 +193,7 @@ class SnapshotWindow:
         if not isinstance(self.counting, CallCounting):
             self.counting = MarkCounting()
             return
+        self.skipped = None
         if counts_calls and self.snapshots is not None:
             job = self.snapshots.reporter.facts.job
             raise RestoreError(

@@ -24,6 +24,7 @@ from typing import Any
 
 from reft.client.link.reports import Reporter
 from reft.client.link.slots import MappedSlot
+from reft.client.memory.cuda import HostCopy
 from reft.client.memory.threads import TaskThread
 from reft.client.snapshot.engine import CopiedEvent, DigestedEvent, RunningCopy
 from reft.client.snapshot.rank_slots import RankSlots
@@ -32,7 +33,8 @@ from reft.client.snapshot.round_view import RoundView
 from reft.client.snapshot.save_plan import SavePlan
 from reft.client.snapshot.task import SnapshotHistory, SnapshotTask
 from reft.client.snapshot.write_guard import WriteGuard
-from reft.client.state import random_state, serialization
+from reft.client.state import serialization
+from reft.client.state.host_state import storable
 from reft.core.coding.placement import Placement
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.version import Epoch, Version
@@ -78,6 +80,7 @@ class Handover:
         tree: the host state at the mark.
         guard: detects writes in the window.
         slot: the slot, already WRITING; None if this thread shall open one.
+        skipped: whether the device skipped the step; None if the step surely trained.
         is_fenced: set at the fence: no slot that frees up later is of use.
     """
 
@@ -87,6 +90,7 @@ class Handover:
     tree: Mapping[str, Any]
     guard: WriteGuard
     slot: MappedSlot | None
+    skipped: HostCopy | None
     is_fenced: threading.Event = field(default_factory=threading.Event)
 
 
@@ -211,11 +215,12 @@ class SnapshotThread:
         facts = self._facts.at(handover.task.step)
         self._facts.failpoints.hit("snapshot.landing", **facts)
         handover.guard.check()
+        if handover.skipped is not None and handover.skipped.is_nonzero():
+            raise ReftError("a GradScaler skipped this step, so the step does not count.")
         # The tree is a copy, so this thread can encode it: at the mark that would take a third
         # longer.
         capsule = {
-            **handover.tree,
-            "random": random_state.storable(handover.tree["random"]),
+            **storable(handover.tree),
             "riders": dict(copied.inline_leaves),
             "absent": list(handover.save_plan.absent),
             "compared": dict(copied.cell_digests),

@@ -18,6 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cached_property
 
 from reft.client.link.reports import Reporter
+from reft.client.memory.cuda import HostCopy
 from reft.client.snapshot.engine import CopyEngine, CopyOrder
 from reft.client.snapshot.rank_slots import RankSlots
 from reft.client.snapshot.replica_check import mismatch
@@ -68,7 +69,9 @@ class Snapshotter:
         # A due step that was left out, and the reason: VOID at the fence, unless `seal` takes it.
         self._left_out: tuple[SnapshotTask, str] | None = None
 
-    def take(self, step: int, is_marked: bool, pacing_plan: PacingPlan | None = None) -> bool:
+    def take(
+        self, step: int, is_marked: bool, pacing_plan: PacingPlan | None = None, skipped: HostCopy | None = None
+    ) -> bool:
         """Begins the snapshot of `step`; returns False if it is VOID at once.
 
         The state must not change until `fence`.
@@ -77,12 +80,14 @@ class Snapshotter:
             step: the step that the last mark has ended.
             is_marked: True if a mark counted the step, False if a call of the optimizer did.
             pacing_plan: when in the window the bytes are copied; None copies at once.
+            skipped: whether the device skips the step, which then has no snapshot; None if the step
+                surely trains.
         """
         began_s = time.perf_counter()
         task = self._left_out[0] if self._left_out else self.history.begin(step, began_s)
         self._left_out = None
         try:
-            reason = self._begin(task, is_marked, pacing_plan)
+            reason = self._begin(task, is_marked, pacing_plan, skipped)
         except Exception as error:
             # A failed snapshot must never end training.
             reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
@@ -91,7 +96,9 @@ class Snapshotter:
             self._thread.void(task, reason)
         return not reason
 
-    def _begin(self, task: SnapshotTask, is_marked: bool, pacing_plan: PacingPlan | None) -> str:
+    def _begin(
+        self, task: SnapshotTask, is_marked: bool, pacing_plan: PacingPlan | None, skipped: HostCopy | None
+    ) -> str:
         """Starts the copy; returns why it can't, or an empty string."""
         if self.reporter.is_stale:
             return str(self.reporter.error)
@@ -116,7 +123,7 @@ class Snapshotter:
         )  # fmt: skip
         slot = self._thread.open(task, plan.save_plan) if self.engine.needs_slot_at_mark else None
         copy = self.engine.begin(order, slot.map if slot else None)
-        self._open = Handover(task, copy, plan.save_plan, tree, guard, slot)
+        self._open = Handover(task, copy, plan.save_plan, tree, guard, slot, skipped)
         self._thread.take(self._open)
         self._begun_step = task.step
         return ""

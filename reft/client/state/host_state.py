@@ -6,15 +6,16 @@ this tree, and the random generators last: restoring the rest may draw random nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from reft.client.memory.cuda import HostCopy, begin_host_copy
 from reft.client.state import random_state, serialization
 from reft.client.state.parameters import ParameterNames
-from reft.client.state.serialization import from_plain, to_plain
+from reft.client.state.serialization import finished, from_plain, to_plain
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import ConfigError, LayoutChanged, UnsupportedState
 from reft.wire.slot_format import CAPSULE_MAX
@@ -26,13 +27,20 @@ class HostState:
     Args:
         tracked: the tracked objects; this class stores their parameter groups.
         objects: name → an object with state_dict and load_state_dict, or a torch.Generator.
+        begin_copy: begins the copy of a tensor from its device to the host.
 
     Raises:
         ConfigError: an object has no state_dict or no load_state_dict.
     """
 
-    def __init__(self, tracked: TrackedObjects, objects: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tracked: TrackedObjects,
+        objects: Mapping[str, Any],
+        begin_copy: Callable[[torch.Tensor], HostCopy] = begin_host_copy,
+    ) -> None:
         self._tracked = tracked
+        self._begin_copy = begin_copy
         self._objects = objects
         self._names = tracked.names()
         for name, value in objects.items():
@@ -46,13 +54,13 @@ class HostState:
 
     def capture(self, step: int) -> dict[str, Any]:
         """Returns the tree of the current state. The tree holds copies, no live values."""
-        tree = self.take(step, self._tracked.names())
-        return {**tree, "random": random_state.storable(tree["random"])}
+        return storable(self.take(step, self._tracked.names()))
 
     def take(self, step: int, names: ParameterNames) -> dict[str, Any]:
-        """Returns the tree of the mark, with random states as `random_state.take` gives them.
+        """Returns the tree of the mark, without a wait for the device.
 
-        They are put into the capsule's form later, beside training (`random_state.storable`).
+        Random states and tensors of a device are put into the capsule's form later, beside training
+        (`storable`).
 
         Args:
             step: the step of the mark.
@@ -63,7 +71,7 @@ class HostState:
             "step": step,
             "subjects": self._tracked.capture(names),
             "scalers": {name: _capture_scaler(scaler) for name, scaler in self._tracked.scalers.items()},
-            "state": {name: to_plain(_state_of(value)) for name, value in self._objects.items()},
+            "state": {name: to_plain(_state_of(value), self._begin_copy) for name, value in self._objects.items()},
             "random": random_state.take(),
         }
 
@@ -120,6 +128,11 @@ class HostState:
                 continue
             saved = from_plain(tree["state"][name])
             value.set_state(saved) if isinstance(value, torch.Generator) else value.load_state_dict(saved)
+
+
+def storable(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a result of `HostState.take` in the form of a capsule. Any thread may call it."""
+    return {**tree, "random": random_state.storable(tree["random"]), "state": finished(tree["state"])}
 
 
 def _state_of(value: Any) -> Any:

@@ -8,13 +8,14 @@ large that was small enough at attach. So `encode` stores the most common value 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from reft.client.memory.cuda import HostCopy
 from reft.errors import RestoreError, UnsupportedState
 from reft.wire import capsule_format
 from reft.wire.capsule_format import TensorBytes
@@ -22,8 +23,13 @@ from reft.wire.capsule_format import TensorBytes
 _DICTS = (dict, Counter, OrderedDict)
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: Any, begin_copy: Callable[[torch.Tensor], HostCopy] | None = None) -> Any:
     """Returns the tree with every tensor as bytes; independent of the original values.
+
+    Args:
+        value: the tree.
+        begin_copy: begins the copy of a tensor from its device, which is then a `HostCopy` in the
+            tree until `finished`. None waits for the device.
 
     Raises:
         UnsupportedState: a tensor is sharded or of another subclass, which its bytes do not
@@ -35,16 +41,34 @@ def to_plain(value: Any) -> Any:
                 f"a value in the small state is a {type(value).__name__} of shape {list(value.shape)}.",
                 "keep tensors in a module or an optimizer, and pass that",
             )
-        flat = value.detach().cpu().contiguous()
-        data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        return TensorBytes(str(value.dtype).removeprefix("torch."), tuple(value.shape), data)
+        if begin_copy is not None and value.device.type != "cpu":
+            return begin_copy(value.detach())
+        return _tensor_bytes(value.detach().cpu())
     if type(value) in (list, tuple):
-        return type(value)(to_plain(item) for item in value)
+        return type(value)(to_plain(item, begin_copy) for item in value)
     if type(value) in _DICTS:
-        return type(value)({key: to_plain(item) for key, item in value.items()})
+        return type(value)({key: to_plain(item, begin_copy) for key, item in value.items()})
     if isinstance(value, np.ndarray):
         return value.copy()
     return bytes(value) if type(value) is bytearray else value
+
+
+def finished(value: Any) -> Any:
+    """Returns the tree of `to_plain` with each `HostCopy` as bytes. Waits for the device."""
+    if isinstance(value, HostCopy):
+        return _tensor_bytes(value.wait())
+    if type(value) in (list, tuple):
+        return type(value)(finished(item) for item in value)
+    if type(value) in _DICTS:
+        return type(value)({key: finished(item) for key, item in value.items()})
+    return value
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> TensorBytes:
+    """Returns the bytes of a tensor on the host."""
+    flat = tensor.contiguous()
+    data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return TensorBytes(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
 
 def from_plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ def spied(session, monkeypatch):
     taken = []
     original = session._window.snapshots.take
 
-    def take(step, is_marked, pacing_plan=None):
+    def take(step, is_marked, pacing_plan=None, skipped=None):
         taken.append(step)
         return original(step, is_marked, pacing_plan)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from reft.client.memory.cuda import HostCopy
 from reft.client.state import serialization
+from reft.client.state.host_state import HostState, storable
+from reft.client.state.parameters import ParameterNames
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.wire import capsule_format
 from reft.wire.slot_format import CAPSULE_MAX
 from tests.scenarios.test_state_kinds import state_bytes
@@ -92,3 +98,25 @@ def test_counters_of_thousands_of_parameters_are_restored(attach):
     assert attach(other, another).step == 3 and state_bytes(other, another) == state_bytes(model, optimizer)
     counts = [[each.state[p]["step"] for p in each.param_groups[0]["params"]] for each in (optimizer, another)]
     assert counts[0] == counts[1] == [3] * 3900 + [2] * 100
+
+
+def test_tensors_of_a_device_are_copied_beside_training():
+    """At the mark nobody waits for the device: on `meta`, a stand-in for it, a wait would fail."""
+    values = {"a": torch.arange(3.0), "b": torch.tensor(4, dtype=torch.int32)}
+    arrived = []
+
+    def begin_copy(tensor: torch.Tensor) -> HostCopy:
+        value = next(each for each in values.values() if each.dtype == tensor.dtype)
+        return HostCopy(value, SimpleNamespace(synchronize=lambda: arrived.append(value)))
+
+    live = {"x": [values["a"].to("meta"), {"y": (values["b"].to("meta"), torch.ones(2), "text")}]}
+    held = SimpleNamespace(state_dict=lambda: live, load_state_dict=lambda _: None)
+    host = HostState(TrackedObjects({}, [], {}), {"held": held}, begin_copy)
+    tree = host.take(1, ParameterNames())
+    assert not arrived, "the mark waited for the device"
+    saved = serialization.from_plain(storable(tree)["state"]["held"])
+    assert len(arrived) == 2
+    first, rest = saved["x"]
+    number, ones, text = rest["y"]
+    assert torch.equal(first, values["a"]) and torch.equal(ones, torch.ones(2)) and text == "text"
+    assert number.dtype == torch.int32 and int(number) == 4
