@@ -24,7 +24,7 @@ from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import UNLINKED, Arena, SlotFile
-from reft_daemon.jobs import epochs, leasing, persistence
+from reft_daemon.jobs import epochs, leasing, persistence, trainers, undo
 from reft_daemon.jobs.capsule_replication import holders_of
 from reft_daemon.jobs.changes import TOLD_TO_MONITOR, TOLD_TO_REPORTS, TOLD_TO_SENDERS, ChangeQueue, JobChange
 from reft_daemon.jobs.job_record import JobRecord
@@ -214,6 +214,8 @@ class Registry:
             self._replicators[change.job].wake()
         if change.kinds & TOLD_TO_MONITOR:
             self.heartbeat_service.look(change.job)
+        if change.job in self.jobs and any(lease.refused for lease in self.jobs[change.job].leases.values()):
+            self._undo(self.jobs[change.job])  # the last rank has died, after another rank was refused
 
     async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
         """Returns slots for a rank.
@@ -235,6 +237,32 @@ class Registry:
                     "job=%s is dropped to make room for job=%s: it has ended and has no name", oldest.id, job.id
                 )
                 self.purge(oldest.id)
+
+    def release(self, request: pb.ReleaseRequest) -> None:
+        """Ends a rank's lease. If the rank's attach was refused, undoes its decision.
+
+        Raises:
+            StaleEpoch: the rank belongs to an older attach.
+        """
+        job = self.get(request.job)
+        trainers.release(job, request)
+        if request.refused:  # perhaps on another node, before a rank was registered here
+            self._undo(job)
+
+    def _undo(self, job: JobRecord) -> None:
+        """Undoes the decision of a refused attach, once none of its trainers is left.
+
+        A job that was new is dropped.
+        """
+        if not undo.may_undo(job):
+            return
+        undo.undo(job)
+        if not job.record.HasField("decision"):
+            self.purge(job.id)
+            return
+        self._replicators.pop(job.id).close()
+        self._start_replicator(job)
+        self.heartbeat_service.monitors.note_undo(job)
 
     def purge(self, name: str) -> int:
         """Drops a job and its slots; returns the number of freed bytes."""

@@ -45,7 +45,7 @@ from reft_daemon.arena.reserve import SpaceReserve
 from reft_daemon.arena.shortage import is_shortage
 
 log = logging.getLogger("reft.daemon")
-RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and the other fields of a record
+RECORD_MAX = 2 * (2 * MANIFEST_MAX + (1 << 20))  # bytes: a record and the one before, each with two manifests
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
 WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
 _OWN_FILES = ("lock", "node-id", "port")  # files beside the folders of the jobs

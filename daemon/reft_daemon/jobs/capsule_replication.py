@@ -66,7 +66,12 @@ class CapsuleReplication:
     _known_outcome: Outcome = field(default_factory=Outcome)
     _unreplicated_bytes: dict[tuple[bytes, int], int] = field(default_factory=dict)
 
-    def settle(self, decision: Decision, outcome: Outcome, is_over: bool) -> None:
+    def start_epoch(self, holders: Collection[int]) -> None:
+        """Starts a new epoch, in which nothing is acknowledged or decided yet."""
+        self.capsule_acks = CapsuleAcks(tuple(holders))
+        self._known_outcome = Outcome()
+
+    def settle(self, decision: Decision, outcome: Outcome, is_over: bool, may_drop: bool) -> None:
         """Takes the outcome of the round, and drops capsules that are no longer needed.
 
         Args:
@@ -75,11 +80,13 @@ class CapsuleReplication:
             is_over: whether all trainers here closed their sessions. A new run may start from what
                 was whole at that moment. So later news removes no capsule then. The number of
                 undecided versions stays bounded.
+            may_drop: whether capsules may be dropped now; see `JobRecord.may_be_refused`.
         """
         self.capsule_acks.settle(outcome)
         if not is_over:
             self._known_outcome = outcome
-        self.store.prune(decision, self._known_outcome)
+        if may_drop:
+            self.store.prune(decision, self._known_outcome)
 
     def batch(self, slots: Collection[SlotFile], epoch: Epoch, holder: int) -> list[pb.CapsuleRecord]:
         """Returns the records that `holder` lacks, oldest step first, at most one message full.

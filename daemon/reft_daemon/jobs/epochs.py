@@ -10,12 +10,12 @@ from reft.errors import StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.arena.headers import header_of
 from reft_daemon.jobs import rounds, trainers
 from reft_daemon.jobs.changes import ChangeKind
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease, refuse_living
 from reft_daemon.jobs.persistence import save
+from reft_daemon.jobs.undo import record_to_keep
 
 
 def decide(job: JobRecord, request: pb.DecideRequest, holders: Iterable[int]) -> None:
@@ -34,11 +34,9 @@ def decide(job: JobRecord, request: pb.DecideRequest, holders: Iterable[int]) ->
     if not is_new(job.record, request):
         return
     refuse_living(job.id, job.leases)
-    slots = job.slots.all
-    for name in request.dropped:
-        if name in slots and header_of(job.id, slots[name]):
-            slots[name].map.empty()
+    before = record_to_keep(job)
     job.record = next_record(job.record, request, holders)
+    job.record.before.CopyFrom(before)
     job.leases.clear()
     rounds.start(job)
     save(job)
@@ -104,6 +102,7 @@ def next_record(record: pb.JobRecord, request: pb.DecideRequest, holders: Iterab
         had_whole=record.had_whole or base is not None,
         base_manifest=base_manifest(record, request, base),
         holders=holders,
+        dropped=request.dropped,
     )
 
 

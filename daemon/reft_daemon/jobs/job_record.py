@@ -113,6 +113,14 @@ class JobRecord:
         return any(not lease.closed and lease.watch is None for lease in self.leases.values())
 
     @property
+    def may_be_refused(self) -> bool:
+        """Whether the attach of this epoch has not yet given slots to any trainer here.
+
+        Until then it drops nothing, because most refusals come before: see `undo`.
+        """
+        return self.record.HasField("before") and not any(lease.given_slots for lease in self.leases.values())
+
+    @property
     def are_all_closed(self) -> bool:
         """Whether all trainers here closed their sessions.
 

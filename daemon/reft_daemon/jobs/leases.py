@@ -26,6 +26,8 @@ class Lease:
 
     Attributes:
         watch: None once the trainer has ended.
+        closed: whether the trainer has closed its session.
+        refused: whether the trainer's attach has raised an error.
         wanted_slots: the number of slots that the trainer asked for; 0 if unknown.
     """
 
@@ -33,6 +35,7 @@ class Lease:
     parent: int
     watch: ProcessWatch | None = None
     closed: bool = False
+    refused: bool = False
     step: int = -1
     trouble: str = ""
     given_slots: set[str] = field(default_factory=set)

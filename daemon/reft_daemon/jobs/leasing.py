@@ -13,7 +13,7 @@ from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile, next_names
 from reft_daemon.arena.headers import header_of
-from reft_daemon.jobs import trainers
+from reft_daemon.jobs import rounds, trainers
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
 from reft_daemon.jobs.persistence import save
@@ -56,6 +56,8 @@ async def _lease_alone(job: JobRecord, request: pb.LeaseRequest, process: Proces
         save(job)
     lease = job.leases[request.rank]
     lease.given_slots.update(slot.name for slot in slots)
+    if slots and job.round is not None:
+        rounds.settle_capsules(job, job.round.outcome)  # of other histories: kept until now
     lease.wanted_slots = max(lease.wanted_slots, request.slots)
     return slots
 
@@ -72,6 +74,7 @@ async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
     """
     rank, geometry = request.rank, Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
     headers = {slot.name: header_of(job.id, slot) for slot in job.slots.current_of_rank(rank)}
+    empty_dropped(job)
     names = fitting_slots(headers, geometry, request.slots)
     free_superfluous(job, names if len(names) < request.slots else job.slots.current)
     missing = slots_to_make(request.slots, len(names), holds_older(job, rank, names))
@@ -82,6 +85,22 @@ async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
         job.slots.retire(slot for slot in job.slots.current_of_rank(rank) if slot.name not in names)
     job.slots.add(new_slots)
     return [job.slots.current[name] for name in (*names, *new_names)]
+
+
+def empty_dropped(job: JobRecord) -> None:
+    """Empties the slots that the decision has dropped, once in an epoch.
+
+    All ranks have restored the base, so no rank refuses this attach for its state any more.
+    """
+    if not job.record.dropped:
+        return
+    slots = job.slots.all
+    for name in job.record.dropped:
+        header = header_of(job.id, slots[name]) if name in slots else None
+        if header is not None and (header.version is None or header.version.epoch != job.epoch):
+            slots[name].map.empty()
+    del job.record.dropped[:]
+    save(job)
 
 
 def holds_older(job: JobRecord, rank: int, fitting: Collection[str]) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 
-from reft.core.commit.capsules import CapsuleAcks
 from reft.core.commit.round import Digests, Outcome, Round, StepReport
 from reft.core.commit.version import Version
 from reft.errors import AttachError
@@ -31,7 +30,7 @@ def start(job: JobRecord) -> None:
     if not job.record.HasField("decision"):
         return
     job.round = Round(job.record.node_index, len(job.record.manifest.nodes), frozenset(job.ranks))
-    job.capsule_replication.capsule_acks = CapsuleAcks(tuple(job.record.holders))
+    job.capsule_replication.start_epoch(job.record.holders)
     settle_capsules(job, job.round.outcome)
     # the ranks of these slots train on other nodes now
     job.slots.retire([slot for slot in job.slots.current.values() if slot.rank not in job.round.ranks])
@@ -104,8 +103,9 @@ def publish(job: JobRecord, outcome: Outcome) -> None:
         free_retired(job, Version(job.epoch, outcome.whole))
     settle_capsules(job, outcome)
     job.degraded.note_whole(outcome.whole)
-    if outcome.whole >= 0 and not job.record.had_whole:
+    if outcome.whole >= 0 and (not job.record.had_whole or job.record.HasField("before")):
         job.record.had_whole = True
+        job.record.ClearField("before")
         save_or_log(job)
     job.changes.put(job.id, ChangeKind.OUTCOME)
 
@@ -113,7 +113,7 @@ def publish(job: JobRecord, outcome: Outcome) -> None:
 def settle_capsules(job: JobRecord, outcome: Outcome) -> None:
     """Drops the capsules that no recovery can need, as far as this node knows."""
     decision = messages.decision_from(job.record.decision)
-    job.capsule_replication.settle(decision, outcome, job.are_all_closed)
+    job.capsule_replication.settle(decision, outcome, job.are_all_closed, not job.may_be_refused)
 
 
 def free_retired(job: JobRecord, whole: Version) -> None:

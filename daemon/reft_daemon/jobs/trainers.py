@@ -50,7 +50,7 @@ async def end_orphans(job: JobRecord, launch: str, pids: Iterable[int]) -> None:
 
 
 def release(job: JobRecord, request: pb.ReleaseRequest) -> None:
-    """Ends a rank's lease: its session was closed.
+    """Ends a rank's lease: its session was closed, or its attach was refused.
 
     The slots stay for the job's time to live.
 
@@ -59,8 +59,8 @@ def release(job: JobRecord, request: pb.ReleaseRequest) -> None:
     """
     job.check_epoch(request.epoch)
     lease = job.leases.get(request.rank)
-    if lease:
-        lease.closed = True
+    if lease and (not request.refused or lease.process.pid == request.pid):
+        lease.closed, lease.refused = not request.refused, request.refused
         if lease.watch:
             lease.watch.close()
         note_end(job, request.rank, lease)
@@ -70,7 +70,7 @@ def note_end(job: JobRecord, rank: int, lease: Lease) -> None:
     """Notes that a rank's trainer has ended, and begins to seal its slots."""
     lease.watch = None
     job.ended_s = time.monotonic()
-    how = "closed" if lease.closed else "died"
+    how = "closed" if lease.closed else "was refused" if lease.refused else "died"
     level = logging.INFO if lease.closed else logging.WARNING
     log.log(level, "job=%s rank=%d trainer pid=%d %s", job.id, rank, lease.process.pid, how)
     save_or_log(job)

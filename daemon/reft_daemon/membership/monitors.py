@@ -107,6 +107,13 @@ class MonitorRegistry:
             return
         self.start_view(job.id, MembershipView("", round, manifest.token, {node.id: node for node in manifest.nodes}))
 
+    def note_undo(self, job: JobRecord) -> None:
+        """Takes the decision before a refused attach. Agents keep their membership view."""
+        monitor = self.find(job.id)
+        if monitor is not None and not monitor.view.launch:
+            self.forget(job.id)
+        self.note_decision(job)
+
     def start_view(self, name: str, view: MembershipView) -> JobMonitor:
         """Starts a membership view of a job; watches the job if it was not watched.
 

@@ -106,6 +106,7 @@ class Rebuild:
         finally:
             self._drop_unsealed(job, slots.values(), is_new)
         job.record.had_whole = True
+        job.record.ClearField("before")  # a refused attach must not drop what was rebuilt
         save(job)
         for each in lost:
             # no slot is LANDED here; the call only reports the sealed slots to the round

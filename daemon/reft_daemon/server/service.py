@@ -255,7 +255,7 @@ class DaemonService(pb_grpc.DaemonServicer):
     @translated
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
         await authorise(self._registry, request.job, context)
-        trainers.release(self._registry.get(request.job), request)
+        self._registry.release(request)
         return pb.ReleaseReply()
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Chunk]:

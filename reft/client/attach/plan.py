@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,7 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.version import Version
 from reft.core.recovery.lineage import known_to, next_epoch
 from reft.core.recovery.recovery import RecoveryPlan
-from reft.errors import RestoreError
+from reft.errors import ReftError, RestoreError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import placement_of, placing
@@ -172,7 +173,7 @@ def make_plan(
 
 
 def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> None:
-    """Stores the decision on every node. All ranks call it together.
+    """Stores the decision on every node, or on none. All ranks call it together.
 
     Raises:
         ReftError: a daemon refused the decision, or does not answer.
@@ -182,7 +183,19 @@ def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan)
         if introduction.is_leader:
             introduction.daemon.call("Decide", decide_request(introduction, plan))
 
-    together(context.rank_group, store)
+    try:
+        together(context.rank_group, store)
+    except BaseException:
+        if introduction.is_leader:
+            with contextlib.suppress(ReftError):  # the first error counts
+                introduction.daemon.call("Release", refusal(introduction, plan))
+        raise
+
+
+def refusal(introduction: Introduction, plan: AttachPlan) -> pb.ReleaseRequest:
+    """Returns the request to this rank's daemon to undo the decision."""
+    epoch, pid = messages.epoch_to(plan.decision.epoch), introduction.daemon.caller.process.pid
+    return pb.ReleaseRequest(job=introduction.job.id, epoch=epoch, rank=introduction.rank, refused=True, pid=pid)
 
 
 def decide_request(introduction: Introduction, plan: AttachPlan) -> pb.DecideRequest:

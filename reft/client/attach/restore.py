@@ -1,6 +1,6 @@
 """The steps open, load and lease: slots ─► live tensors, and slots for the next snapshots.
 
-registration   every rank: this process is the rank's trainer; an error ends the registration
+registration   every rank: this process is the rank's trainer; an error undoes the decision
 restore        every rank: the base's slots ─► live tensors and host state
 lease          one rank a node: the base's capsules go to their holders again; then
                every rank: slots for the next snapshots, every page touched. The daemon frees
@@ -35,7 +35,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 @contextlib.contextmanager
 def registration(rank_group: RankGroup, leases: SlotLeases) -> Iterator[SlotLeases]:
-    """Registers each rank as trainer; yields its leases. An error ends the registration.
+    """Registers each rank as trainer; yields its leases. An error undoes the decision.
 
     Args:
         rank_group: all ranks of the job.
@@ -45,12 +45,8 @@ def registration(rank_group: RankGroup, leases: SlotLeases) -> Iterator[SlotLeas
         ReftError: a rank can't be registered, for example because another trainer lives.
     """
     with contextlib.ExitStack() as undo:
-
-        def register() -> None:
-            leases.register()
-            undo.callback(_release, leases)
-
-        together(rank_group, register)
+        undo.callback(_refuse, leases)
+        together(rank_group, leases.register)
         yield leases
         undo.pop_all()
 
@@ -71,9 +67,9 @@ def leases_of(context: AttachContext, introduction: Introduction, plan: AttachPl
     )
 
 
-def _release(leases: SlotLeases) -> None:
+def _refuse(leases: SlotLeases) -> None:
     with contextlib.suppress(ReftError):  # the first error counts
-        leases.release()
+        leases.release(is_refused=True)
 
 
 def restore(
@@ -148,7 +144,8 @@ def restore_steps(
 def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, damaged: Sequence[int]) -> None:
     """Ends the registration of all ranks after a damaged base. All ranks call it together.
 
-    The next inventory must not find a rank that is still registered.
+    The next inventory must not find a rank that is still registered. The decision for the damaged
+    base is undone.
 
     Args:
         context: what every step needs.
@@ -158,7 +155,7 @@ def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, damage
     """
     if context.rank == 0:
         say(report.set_aside(plan.base, damaged))
-    together(context.rank_group, leases.release)
+    together(context.rank_group, lambda: leases.release(is_refused=True))
 
 
 def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, leases: SlotLeases) -> list[MappedSlot]:

@@ -125,9 +125,16 @@ class SlotLeases:
         descriptors = [slot.descriptor for slot in memfd_slots]
         local_socket.ask_slots(self.socket_path, request, descriptors, self.settings.rpc_deadline_s)
 
-    def release(self) -> None:
-        """Ends the registration of this process."""
-        self._rpc("Release", pb.ReleaseRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank), 0)
+    def release(self, is_refused: bool = False) -> None:
+        """Ends the registration of this process.
+
+        Args:
+            is_refused: whether attach raised an error. Then the daemon undoes the decision.
+        """
+        request = pb.ReleaseRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank)
+        if is_refused:
+            request.refused, request.pid = True, self.own.process.pid
+        self._rpc("Release", request, 0)
 
     def whole(self) -> Version | None:
         """Returns the newest version of this epoch that the daemon knows to be whole.

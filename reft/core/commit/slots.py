@@ -3,7 +3,7 @@
                      trainer                trainer, or the daemon            trainer
     EMPTY ──begin──► WRITING ──last byte──► LANDED ──digests──► SEALED ──reuse rule──► WRITING …
       ▲                 │                                          │
-      └────decision─────┴── dropped: WRITING, or newer than the base ┘
+      └──first lease────┴── dropped: WRITING, or newer than the base ┘
 
 Invariants
   1. A slot is WRITING before the first byte of a new version is written, and LANDED after the last

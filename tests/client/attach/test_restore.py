@@ -33,8 +33,8 @@ class FakeLeases:
     def register(self) -> None:
         self._act("register")
 
-    def release(self) -> None:
-        self._act("release")
+    def release(self, is_refused: bool = False) -> None:
+        self._act("refuse" if is_refused else "release")
 
     def lease(self, data_bytes: int, table_bytes: int) -> list[str]:
         self.acts.append((data_bytes, table_bytes))
@@ -58,26 +58,26 @@ def test_a_registration_stays_after_a_success():
     assert leases.acts == ["register"]
 
 
-def test_an_error_ends_the_registration_and_is_raised():
-    leases = FakeLeases(fails="release")
+def test_an_error_undoes_the_decision_and_is_raised():
+    leases = FakeLeases(fails="refuse")
     with pytest.raises(ReftError, match="load failed"), registration(RankGroup(1.0), leases):
         raise ReftError("load failed.")
-    assert leases.acts == ["register", "release"]
+    assert leases.acts == ["register", "refuse"]
 
 
-def test_an_error_of_another_rank_ends_the_registration():
+def test_an_error_of_another_rank_undoes_the_decision():
     leases = FakeLeases()
     with pytest.raises(AttachError, match="rank 1"), registration(OtherFails(), leases):
         raise AssertionError("no rank goes on")
-    assert leases.acts == ["register", "release"]
+    assert leases.acts == ["register", "refuse"]
 
 
-def test_a_rank_that_was_refused_releases_nothing():
-    """The registration is another trainer's."""
+def test_a_rank_that_can_not_be_registered_undoes_the_decision_too():
+    """It may be the only rank of its node."""
     leases = FakeLeases(fails="register")
     with pytest.raises(AlreadyAttached), registration(RankGroup(1.0), leases):
         raise AssertionError("no rank goes on")
-    assert leases.acts == ["register"]
+    assert leases.acts == ["register", "refuse"]
 
 
 def test_after_damage_the_registration_ends_once(capsys):
@@ -85,7 +85,7 @@ def test_after_damage_the_registration_ends_once(capsys):
     plan = planned("ab")
     with registration(RankGroup(1.0), leases):
         give_up(context(), plan, leases, [1])
-    assert leases.acts == ["register", "release"]
+    assert leases.acts == ["register", "refuse"]
     assert f"{plan.base} of rank 1 is damaged" in capsys.readouterr().err
 
 

@@ -132,8 +132,15 @@ def test_an_attach_empties_only_the_slots_that_its_plan_drops(daemon, trainer):
     write(first, job.version(1))
     write(second, job.version(2))
     job.close().decide(base=job.version(1), dropped=[names[1], "rank-9.slot-0", "../../lock"])
-    assert job.headers() == {names[0]: (SEALED, 1), names[1]: (EMPTY, 0)}
+    assert job.headers() == {names[0]: (SEALED, 1), names[1]: (SEALED, 2)}, "this attach may still be refused"
     assert daemon.status("job").base.step == 1
+    job.lease(0, trainer.pid)
+    assert job.headers() == {names[0]: (SEALED, 1), names[1]: (EMPTY, 0)}
+    write(second, job.version(2))
+    daemon.kill()
+    daemon.start()
+    job.lease(0, trainer.pid)
+    assert job.headers()[names[1]] == (SEALED, 2), "slots are emptied once"
     job.counter -= 1
     with refused(Code.ABORTED):
         job.report(0, {2: StepAnswer.SEALED})
