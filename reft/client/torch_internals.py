@@ -74,6 +74,11 @@ local_tensor: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 write_count: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """Returns the placement of FSDP's shard of a tensor that TP already sharded."""
+    return getattr(torch.distributed.tensor.placement_types, STRIDED_SHARD)(dim, split_factor=split_factor)
+
+
 def _kinds(value: object) -> set[str]:
     return {kind.__name__ for kind in type(value).__mro__}
 

@@ -159,7 +159,7 @@ def _leaf_to(pattern: LeafPattern) -> pb.SymbolicLeaf:
     axes = [axis + 1 for axis in pattern.axes] if any(axis != WHOLE for axis in pattern.axes) else ()
     return pb.SymbolicLeaf(
         name=pattern.name, dtype=pattern.dtype, staged=pattern.staged, item_bytes=pattern.item_bytes,
-        global_shape=pattern.global_shape, axes=axes, order=pattern.order,
+        global_shape=pattern.global_shape, axes=axes, order=pattern.order, form=pattern.form,
     )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def _leaf_from(leaf: pb.SymbolicLeaf, axes: Sequence[int]) -> LeafPattern:
         raise FormatError(f"leaf {leaf.name!r} of shape {list(shape)} can't have axes {numbers} in order {order}.")
     _check_bytes(leaf.name, leaf.item_bytes * math.prod(shape))
     axis_numbers = tuple(number - 1 for number in numbers) or (WHOLE,) * len(shape)
-    return LeafPattern(leaf.name, leaf.dtype, leaf.staged, leaf.item_bytes, shape, axis_numbers, order)
+    return LeafPattern(leaf.name, leaf.dtype, leaf.staged, leaf.item_bytes, shape, axis_numbers, order, form=leaf.form)
 
 
 def _check_bytes(name: str, nbytes: int) -> None:

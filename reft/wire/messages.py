@@ -241,6 +241,7 @@ def leaf_to(leaf: Leaf, offset: int = 0, place: int = pb.UNREPLICATED) -> pb.Lea
     return pb.LeafEntry(
         name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, nbytes=leaf.nbytes, staged=leaf.staged,
         global_shape=leaf.global_shape, global_offset=leaf.global_offset, offset=offset, place=pb.Place.Name(place),
+        form=leaf.form,
     )  # fmt: skip
 
 
@@ -248,7 +249,7 @@ def leaf_from(entry: pb.LeafEntry) -> Leaf:
     """Returns the leaf of an entry."""
     return Leaf(
         entry.name, entry.dtype, tuple(entry.shape), tuple(entry.stride), entry.nbytes, entry.staged,
-        tuple(entry.global_shape), tuple(entry.global_offset),
+        tuple(entry.global_shape), tuple(entry.global_offset), entry.form,
     )  # fmt: skip
 
 

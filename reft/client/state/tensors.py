@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from reft.client.state.extract.dtensor import Region, local_piece
+from reft.client.state.inner_tensors import PLAIN_TYPES, InnerTensor, inner_region, inner_tensors
 from reft.client.state.parameters import ParameterNames
 from reft.client.torch_internals import WRAPPERS, local_tensor, write_count
 from reft.core.layout.layout import Layout, Leaf, pack, plain_strides, strides_of
@@ -32,9 +33,10 @@ def without_wrappers(name: str) -> str:
 
 def check_supported(name: str, tensor: torch.Tensor) -> None:
     """Raises UnsupportedState if the tensor is not plain memory of this process."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter):
+    if type(tensor) not in PLAIN_TYPES:
         raise UnsupportedState(
-            f"{name} is a {type(tensor).__name__}; only plain tensors and DTensors of plain tensors are supported."
+            f"{name} is a {type(tensor).__name__}, whose data no __tensor_flatten__ names; supported are plain tensors, "
+            "DTensors, and classes with __tensor_flatten__ whose inner tensors are plain."
         )
     if type(tensor) is nn.UninitializedParameter or tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedState(
@@ -147,7 +149,7 @@ class TensorPlaces:
                 emptied.add(id(place))
             elif earlier[id(place), key] is not value:
                 place[key] = earlier[id(place), key]
-        for container in self._containers:
+        for container in reversed(self._containers):  # a dict in a dict is emptied first
             for key in [key for key, value in container.items() if id(value) in emptied and not value]:
                 del container[key]
 
@@ -183,6 +185,12 @@ class TensorLocations:
         self._located.append(tensor)
         self._addresses.append(tensor.data_ptr())
 
+    def track_local(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """Tracks which local tensor a DTensor has; a plain tensor is its own."""
+        if local is not tensor:
+            self._wrappers.append(tensor)
+            self._locals.append(local)
+
     def track(self, tensor: torch.Tensor, local: torch.Tensor, staged: bool) -> None:
         """Tracks the address and the size of a tensor's local memory.
 
@@ -191,9 +199,7 @@ class TensorLocations:
             local: the plain tensor itself, or the DTensor's local tensor.
             staged: whether forward may change the tensor.
         """
-        if local is not tensor:
-            self._wrappers.append(tensor)
-            self._locals.append(local)
+        self.track_local(tensor, local)
         self.track_address(local)
         if staged:  # buffers may be resized in place; comparing numel takes a third of the time
             self._resizable.append(local)
@@ -223,6 +229,7 @@ class TensorIndex:
         tensors: name → live local tensor, plain memory of this process, in the order of discovery.
         staged: names of the leaves that forward may change.
         boxes: name → region of the whole tensor, for local tensors that are not the whole tensor.
+        forms: name → how a restore makes the tensor again; see `Leaf.form`.
         rename: maps an extractor's name to the name in the whole job.
         names: name and place of each parameter.
         places: the containers in which the tensors were found.
@@ -232,6 +239,7 @@ class TensorIndex:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     staged: set[str] = field(default_factory=set)
     boxes: dict[str, Region] = field(default_factory=dict)
+    forms: dict[str, str] = field(default_factory=dict)
     rename: Callable[[str], str] = str
     names: ParameterNames = field(default_factory=ParameterNames)
     places: TensorPlaces = field(default_factory=TensorPlaces)
@@ -247,15 +255,19 @@ class TensorIndex:
         tensor: torch.Tensor,
         staged: bool = False,
         box: Region | None = None,
-    ) -> None:
+    ) -> list[tuple[str, InnerTensor]]:
         """Adds a tensor, unless the same memory is already known under an earlier name.
+
+        Returns:
+            Name and memory of each leaf; no name if the memory is known. A tensor subclass has
+            several leaves.
 
         Args:
             name: the leaf's name; indices are appended if the piece is not one region of the whole
                 tensor.
             place: the container: `place[key]` is the tensor.
             key: the tensor's key in the container.
-            tensor: a plain tensor or a DTensor.
+            tensor: a plain tensor, a DTensor, or a subclass of which these are the data.
             staged: whether forward may change the tensor.
             box: the region that a plain tensor covers; None: it is the whole tensor. A DTensor has
                 its own.
@@ -266,12 +278,39 @@ class TensorIndex:
         name = self.rename(name)
         local, region = local_piece(name, tensor)
         region = box if region is None else region
-        check_supported(name, local)
         self.track_entry(place, key, tensor)
-        self.locations.track(tensor, local, staged)
+        parts = [*inner_tensors(name, local)]
+        if owners := {id(owner): owner for part in parts for owner in part.owners}:
+            # Their attributes are tracked, so that a replaced inner tensor is noticed.
+            self.locations.track_local(tensor, local)
+            for owner in owners.values():
+                self.track_entries(vars(owner))
+        added = []
+        for part in parts:
+            part_name = "/".join((name, *part.path))
+            check_supported(part_name, part.tensor)
+            self.locations.track(part.tensor if owners else tensor, part.tensor, staged)
+            leaf_name = self._add_plain(part_name, part.tensor, tensor, inner_region(local, region, part.tensor))
+            added.append((leaf_name, part))
+            if leaf_name and staged:
+                self.staged.add(leaf_name)
+        return added
+
+    def _add_plain(self, name: str, local: torch.Tensor, counted: torch.Tensor, region: Region | None) -> str:
+        """Adds plain memory; returns the name of the leaf, or "" if the memory is known.
+
+        Args:
+            name: the name without the indices of a piece.
+            local: the memory.
+            counted: the tensor on which torch counts writes.
+            region: the region that the memory covers.
+
+        Raises:
+            UnsupportedState: the name is taken.
+        """
         identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
         if local.numel() and identity in self._seen:
-            return
+            return ""
         if region is not None:
             name += region.tag
         if name in self.tensors:
@@ -281,14 +320,11 @@ class TensorIndex:
             )
         if region is not None:
             self.boxes[name] = region
-        if local.numel() and name in self.tensors:
-            raise UnsupportedState(f"two tensors of this process are called {name}; each must have a name of its own.")
         self._seen[identity] = name
         self.tensors[name] = local
-        if not tensor.is_inference():
-            self._versioned.append(tensor)
-        if staged:
-            self.staged.add(name)
+        if not counted.is_inference():
+            self._versioned.append(counted)
+        return name
 
     def track_entry(self, place: Mapping[Any, Any], key: object, value: object) -> None:
         """Tracks that `place[key]` is `value` itself."""
@@ -325,14 +361,17 @@ class TensorIndex:
 
     def leaves(self) -> list[Leaf]:
         """Returns all leaves, in the order of discovery."""
-        return [leaf_of(name, each, name in self.staged, self.boxes.get(name)) for name, each in self.tensors.items()]
+        return [
+            leaf_of(name, each, name in self.staged, self.boxes.get(name), self.forms.get(name, ""))
+            for name, each in self.tensors.items()
+        ]
 
     def layout(self) -> Layout:
         """Returns the layout of all leaves."""
         return pack(self.leaves())
 
 
-def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Region | None = None) -> Leaf:
+def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Region | None = None, form: str = "") -> Leaf:
     """Returns the leaf that describes a plain tensor.
 
     Args:
@@ -340,10 +379,11 @@ def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Region | None = 
         tensor: local memory, or a tensor on `meta`.
         staged: whether forward may change the tensor.
         box: the region of the whole tensor; None: the tensor is the whole.
+        form: see `Leaf.form`.
     """
     shape = tuple(tensor.shape)
     stride = plain_strides(shape, tensor.stride()) if is_dense(tensor) else strides_of(shape)
     nbytes = tensor.numel() * tensor.element_size()
     dtype = str(tensor.dtype).removeprefix("torch.")
     whole, offset = (shape, (0,) * len(shape)) if box is None else (box.shape, box.offset)
-    return Leaf(name, dtype, shape, stride, nbytes, staged, whole, offset)
+    return Leaf(name, dtype, shape, stride, nbytes, staged, whole, offset, form)

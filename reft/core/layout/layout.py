@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ALIGNMENT = 64  # bytes: a cache line, and at least the size of any dtype
 SMALL_BYTES = 64 << 10  # below this size, the call of a copy costs more than the copy itself
@@ -35,6 +35,10 @@ class Leaf:
         staged: whether forward may mutate the tensor, so that it is copied at the mark.
         global_shape: shape of the whole tensor.
         global_offset: offset of the local piece in the whole tensor.
+        form: how a restore makes the tensor again if the optimizer has not made it yet; empty: a
+            plain tensor, or one placed like its parameter. The text of the client's
+            state/extract/state_forms.py. The form says nothing of the bytes, so leaves of different
+            forms can be equal.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Leaf:
     staged: bool
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
+    form: str = field(default="", compare=False, repr=False)
 
     def describe(self) -> str:
         """Returns the leaf's dtype and shape as text, e.g. "float32 [4, 8]"."""

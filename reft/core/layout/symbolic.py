@@ -53,6 +53,7 @@ class LeafPattern:
             the shape.
         literal: the leaf itself, if no pattern can express the leaf; the same for every rank of the
             table. Else None.
+        form: form of the leaf.
     """
 
     name: str
@@ -63,13 +64,15 @@ class LeafPattern:
     axes: tuple[int, ...]
     order: tuple[int, ...] = ()
     literal: Leaf | None = None
+    form: str = ""
 
     def placed(self, piece: LocalPiece) -> Leaf:
         """Returns the leaf for one piece."""
         nbytes = piece.elements * self.item_bytes
         return Leaf(
-            self.name, self.dtype, piece.shape, piece.stride, nbytes, self.staged, self.global_shape, piece.offset
-        )
+            self.name, self.dtype, piece.shape, piece.stride, nbytes, self.staged, self.global_shape, piece.offset,
+            self.form,
+        )  # fmt: skip
 
 
 class LocalPiece(NamedTuple):
@@ -168,7 +171,9 @@ def _pattern(leaf: Leaf, axes: dict[tuple[int, AxisCut], int]) -> LeafPattern:
     axes_of_dims = tuple(WHOLE if cut is None else new[cut] if cut in new else axes[cut] for cut in cuts)
     count = math.prod(leaf.shape)
     item_bytes = leaf.nbytes // count if count else _item_bytes(leaf.dtype)
-    pattern = LeafPattern(leaf.name, leaf.dtype, leaf.staged, item_bytes, leaf.global_shape, axes_of_dims, _order(leaf))
+    pattern = LeafPattern(
+        leaf.name, leaf.dtype, leaf.staged, item_bytes, leaf.global_shape, axes_of_dims, _order(leaf), form=leaf.form
+    )
     if pattern.placed(_piece(pattern, [cut for _, cut in (*axes, *new)])) != leaf:
         return literal
     axes.update(new)

@@ -235,7 +235,7 @@ class OtherJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class InventoryReply(_message.Message):
-    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "restores", "reached")
+    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "troubles", "restores", "reached")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +247,7 @@ class InventoryReply(_message.Message):
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TRAINED_S_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    TROUBLES_FIELD_NUMBER: _ClassVar[int]
     RESTORES_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
@@ -260,9 +261,10 @@ class InventoryReply(_message.Message):
     node_id: str
     trained_s: float
     failed: bool
+    troubles: _containers.RepeatedScalarFieldContainer[str]
     restores: RestoreCount
     reached: int
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., troubles: _Optional[_Iterable[str]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ...) -> None: ...
 
 class RestoreCount(_message.Message):
     __slots__ = ("step", "count")
@@ -967,7 +969,7 @@ class JobRecord(_message.Message):
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., holders: _Optional[_Iterable[int]] = ..., dropped: _Optional[_Iterable[str]] = ..., before: _Optional[_Union[JobRecord, _Mapping]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ...) -> None: ...
 
 class LeafEntry(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "stride", "nbytes", "staged", "global_shape", "global_offset", "offset", "place")
+    __slots__ = ("name", "dtype", "shape", "stride", "nbytes", "staged", "global_shape", "global_offset", "offset", "place", "form")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -978,6 +980,7 @@ class LeafEntry(_message.Message):
     GLOBAL_OFFSET_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
@@ -988,7 +991,8 @@ class LeafEntry(_message.Message):
     global_offset: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     place: Place
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., nbytes: _Optional[int] = ..., staged: bool = ..., global_shape: _Optional[_Iterable[int]] = ..., global_offset: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., place: _Optional[_Union[Place, str]] = ...) -> None: ...
+    form: str
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., nbytes: _Optional[int] = ..., staged: bool = ..., global_shape: _Optional[_Iterable[int]] = ..., global_offset: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., place: _Optional[_Union[Place, str]] = ..., form: _Optional[str] = ...) -> None: ...
 
 class LeafTable(_message.Message):
     __slots__ = ("leaves", "data_bytes")
@@ -999,7 +1003,7 @@ class LeafTable(_message.Message):
     def __init__(self, leaves: _Optional[_Iterable[_Union[LeafEntry, _Mapping]]] = ..., data_bytes: _Optional[int] = ...) -> None: ...
 
 class SymbolicLeaf(_message.Message):
-    __slots__ = ("name", "dtype", "staged", "item_bytes", "global_shape", "axes", "order", "literal")
+    __slots__ = ("name", "dtype", "staged", "item_bytes", "global_shape", "axes", "order", "literal", "form")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
@@ -1008,6 +1012,7 @@ class SymbolicLeaf(_message.Message):
     AXES_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     LITERAL_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     staged: bool
@@ -1016,7 +1021,8 @@ class SymbolicLeaf(_message.Message):
     axes: _containers.RepeatedScalarFieldContainer[int]
     order: _containers.RepeatedScalarFieldContainer[int]
     literal: LeafEntry
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., staged: bool = ..., item_bytes: _Optional[int] = ..., global_shape: _Optional[_Iterable[int]] = ..., axes: _Optional[_Iterable[int]] = ..., order: _Optional[_Iterable[int]] = ..., literal: _Optional[_Union[LeafEntry, _Mapping]] = ...) -> None: ...
+    form: str
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., staged: bool = ..., item_bytes: _Optional[int] = ..., global_shape: _Optional[_Iterable[int]] = ..., axes: _Optional[_Iterable[int]] = ..., order: _Optional[_Iterable[int]] = ..., literal: _Optional[_Union[LeafEntry, _Mapping]] = ..., form: _Optional[str] = ...) -> None: ...
 
 class SymbolicTable(_message.Message):
     __slots__ = ("leaves", "axes")

@@ -1,19 +1,17 @@
-"""Optimizers: any torch.optim.Optimizer, on plain or DTensor parameters.
+"""Optimizers: any torch.optim.Optimizer, on plain, DTensor or other parameters.
 
-The optimizer's state is predicted before it exists. A copy of the optimizer takes one step on
-`meta` copies of its parameters: with shapes, dtypes and placements, but no memory, arithmetic or
-communication. An optimizer that reads a value fails there, mostly after it created its state, which
-suffices. If the prediction is missing or wrong, only time is lost: slots of the right size are made
-after the first step.
+    state[parameter][key]    a tensor, a tensor subclass, or lists and dicts of tensors ─► leaves
+                             numbers, text, and the containers without their tensors   ─► capsule
+
+State that does not exist yet is made again by the forms of the saved leaves (`state_forms`). What
+the first step of torch's own optimizers will create is foreseen (`foreseen`). The state of any
+other optimizer joins at a review of the placement, after its first step.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
 import itertools
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,29 +20,25 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.state.containers import check_value, entries, has_tensors, with_tensors, without_tensors
 from reft.client.state.extract.dtensor import Region, like, local_piece
+from reft.client.state.extract.foreseen import foreseen_state
 from reft.client.state.extract.registry import Removable
+from reft.client.state.extract.state_forms import (
+    DTensorWrapper,
+    StateForm,
+    SubclassWrapper,
+    Wrapper,
+    assemble,
+    wrappers_of,
+)
 from reft.client.state.extract.wrapping import WrappedMethod
+from reft.client.state.inner_tensors import InnerTensor, has_inner_tensors, inner_region, inner_tensors, piece_region
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import TensorIndex, leaf_of
 from reft.core.layout.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
-
-# Options that select a kernel, not a result. Some refuse `meta`.
-KERNEL_CHOICES = ("foreach", "fused", "capturable")
-
-
-class PredictedTensor(NamedTuple):
-    """A tensor that `state[parameter][key]` will be after the first step.
-
-    `value` is such a tensor on `meta`.
-    """
-
-    leaf: Leaf
-    parameter: NamedParameter
-    key: str
-    value: torch.Tensor
 
 
 class _FixedState(NamedTuple):
@@ -95,6 +89,7 @@ class OptimizerExtractor:
             index.track_entry(vars(each), "param_groups", each.param_groups)
             index.track_entries(each.state)
             index.track_entries(each.param_groups)
+        on_device = _with_steps_on_device(owner)
         foreign = [key for key in owner.state if id(key) not in names]
         if foreign:
             raise UnsupportedState(
@@ -113,28 +108,48 @@ class OptimizerExtractor:
             index.track_entries(group["params"])
             for parameter in group["params"]:
                 if (state := owner.state.get(parameter)) is not None:
-                    self._bind_state(index, prefix, names[id(parameter)], state)
+                    self._bind_state(index, prefix, names[id(parameter)], state, on_device)
 
     def _bind_state(
-        self, index: TensorIndex, prefix: str, parameter: NamedParameter, state: MutableMapping[str, Any]
+        self,
+        index: TensorIndex,
+        prefix: str,
+        parameter: NamedParameter,
+        state: MutableMapping[str, Any],
+        on_device: set[int],
     ) -> None:
-        # A number is another object after each step, so only the size is tracked.
-        track = (
-            index.track_entries if all(isinstance(each, torch.Tensor) for each in state.values()) else index.track_size
-        )
-        track(state)
+        _track(index, state)
         # Adagrad creates state for an empty piece. Its counter stands still, so it is no replica
         # of other ranks' state. It never changes, so it is not saved.
         if not self._gets_gradient(parameter) and _is_empty_piece(parameter):
             return
         for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                _check_key(prefix, key)
-                _add_pieces(index, f"{prefix}.{key}.", state, key, parameter)
+            check_value(f"{prefix}: state[{parameter.name}][{key!r}]", value)
+            if not has_tensors(value):
+                continue
+            _check_key(prefix, key)
+            for place, place_key, keys in _tensors_in(index, state, key):
+                name_prefix, tensor = f"{prefix}.{key}.", place[place_key]
+                if parameter.runs and tensor.shape == parameter.local.shape:
+                    _check_flat(name_prefix, parameter, keys, tensor)
+                    _add_pieces(index, name_prefix, place, place_key, parameter)
+                else:
+                    _add_state(index, name_prefix, place, place_key, keys, parameter, key, on_device)
 
     def predict(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> Iterable[Leaf]:
-        """Returns the leaves that a step on `meta` creates."""
-        return [prediction.leaf for prediction in self._predict_tensors(prefix, value, names)]
+        """Returns the leaves that the first step of one of torch's own optimizers creates."""
+        owner = self.owner(value)
+        groups = [
+            [named for named in (names[id(parameter)] for parameter in group["params"]) if self._gets_gradient(named)]
+            for group in owner.param_groups
+        ]
+        return [
+            leaf
+            for parameter, values in foreseen_state(owner, groups)
+            for key, each in values.items()
+            if has_tensors(each)
+            for leaf in _foreseen_leaves(prefix, key, parameter, each)
+        ]
 
     def make(
         self,
@@ -144,76 +159,44 @@ class OptimizerExtractor:
         names: ParameterNames,
         buffer: HugePageBuffer,
     ) -> None:
-        """Creates state as predicted, or else like its parameter.
+        """Creates state by the forms of its leaves.
 
-        State is not predicted if it is created later than in the first step.
+        A list or a dict comes as a dict; `restore` makes the container from the capsule.
         """
         state = self.owner(value).state
-        is_plain = all(n.local is n.tensor and n.box is None and not n.runs for n in names.values())
-        # State of a whole plain tensor is plain and whole. The leaf describes it, so no prediction
-        # is needed.
-        predicted_by_name = (
-            {} if is_plain else {each.leaf.name: each for each in self._predict_tensors(prefix, value, names)}
-        )
         by_name = {named.name: named for named in names.values()}
         by_run = {run.name: named for named in names.values() for run in named.runs}
         on_device = _with_steps_on_device(self.owner(value))
+        parts: dict[tuple[int, str], list[tuple[tuple[Wrapper, ...], torch.Tensor]]] = {}
+        owners: dict[int, NamedParameter] = {}
         for leaf in leaves:
-            expected = predicted_by_name.get(leaf.name)
-            key, _, name = leaf.name.removeprefix(f"{prefix}.").partition(".")
-            if expected is not None and expected.leaf.describe() == leaf.describe():
-                parameter, key, model = expected.parameter, expected.key, expected.value
-            elif name in by_run:
-                parameter = by_run[name]
-                model = parameter.local
-            elif name in by_name:
-                parameter = by_name[name]
-                is_piece = parameter.box is not None and leaf.shape == tuple(parameter.local.shape)
-                if leaf.shape != leaf.global_shape and not is_piece:
-                    continue
-                model = parameter.tensor if is_piece else parameter.local
-            else:
+            form = StateForm.of(leaf)
+            key, _, name = form.name(leaf).removeprefix(f"{prefix}.").partition(".")
+            if name in by_run:
+                flat = by_run[name]
+                if (id(flat.tensor), key) not in parts:  # one tensor for all slices; zeros for the padding
+                    whole = torch.zeros_like(flat.local.detach(), dtype=getattr(torch, leaf.dtype))
+                    parts[id(flat.tensor), key] = [((), whole)]
+                    owners[id(flat.tensor)] = flat
                 continue
-            if not parameter.runs or model.shape != parameter.local.shape:
-                on_host = key == "step" and not leaf.shape and id(parameter.tensor) not in on_device
-                state[parameter.tensor][key] = _allocate(leaf, parameter.local, model, buffer, on_host)
-            elif key not in state[parameter.tensor]:  # one tensor for all slices; zeros for the padding
-                dtype = getattr(torch, leaf.dtype)
-                state[parameter.tensor][key] = torch.zeros_like(parameter.local.detach(), dtype=dtype)
-
-    def _predict_tensors(
-        self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames
-    ) -> list[PredictedTensor]:
-        # One twin for all parameters of a kind, because they get state of the same kind.
-        twins: dict[torch.Tensor, list[NamedParameter]] = {}
-        owner = self.owner(value)
-        groups = []
-        for group in owner.param_groups:
-            twin_of_kind: dict[tuple[object, ...], torch.Tensor] = {}
-            for named in (names[id(parameter)] for parameter in group["params"]):
-                if self._gets_gradient(named) and not owner.state.get(named.tensor):
-                    kind = _kind(named)
-                    twin = twin_of_kind.get(kind)
-                    if twin is None:
-                        twin = twin_of_kind[kind] = _twin(named)
-                        twin.grad = torch.empty_like(twin)
-                    twins.setdefault(twin, []).append(named)
-            plain = {key: copy.copy(each) for key, each in group.items() if key != "params"}
-            choices = {key: False for key in KERNEL_CHOICES if key in group}
-            groups.append({**plain, **choices, "params": list(twin_of_kind.values())})
-        if not twins:
-            return []
-        made = _state_after_step(owner, groups)
-        tensors = [
-            prediction
-            for twin, same_kind in twins.items()
-            for named in same_kind
-            for key, each in made.get(twin, {}).items()
-            if isinstance(each, torch.Tensor)
-            for prediction in self._predicted_leaves(prefix, key, named, each)
-        ]
-        order = {id(p): i for i, p in enumerate(p for group in owner.param_groups for p in group["params"])}
-        return sorted(tensors, key=lambda each: order[id(each.parameter.tensor)])
+            parameter = by_name.get(name)
+            is_piece = (
+                parameter is not None and parameter.box is not None and leaf.shape == tuple(parameter.local.shape)
+            )
+            is_placed = any(isinstance(each, (DTensorWrapper, SubclassWrapper)) for each in form.wrappers)
+            if parameter is None or (leaf.shape != leaf.global_shape and not is_piece and not is_placed):
+                continue
+            on_host = _is_on_host(key, leaf.shape, parameter, on_device) if form.on_host is None else form.on_host
+            tensor = _allocate(leaf, parameter.local, buffer, on_host)
+            if is_piece and not is_placed:
+                tensor = like(parameter.tensor, tensor)
+            parts.setdefault((id(parameter.tensor), key), []).append((form.wrappers, tensor))
+            owners[id(parameter.tensor)] = parameter
+        order = [id(parameter) for group in self.owner(value).param_groups for parameter in group["params"]]
+        place = {number: at for at, number in enumerate(order)}
+        # The leaves of state that nobody foresaw come in the order of their names.
+        for (number, key), tensors in sorted(parts.items(), key=lambda each: place.get(each[0][0], len(order))):
+            state[owners[number].tensor][key] = assemble(tensors, owners[number])
 
     def _gets_gradient(self, named: NamedParameter) -> bool:
         """Returns whether the parameter gets a gradient.
@@ -221,16 +204,6 @@ class OptimizerExtractor:
         FSDP1 gives none to a parameter without elements on this rank; FSDP2 gives an empty one.
         """
         return named.tensor.requires_grad and not _is_empty_piece(named)
-
-    def _predicted_leaves(
-        self, prefix: str, key: str, parameter: NamedParameter, made: torch.Tensor
-    ) -> Iterator[PredictedTensor]:
-        _check_key(prefix, key)
-        for owner, piece, region in pieces(parameter, made):
-            name = f"{prefix}.{key}.{owner}"
-            local, dtensor_region = local_piece(name, piece)
-            box = dtensor_region or region
-            yield PredictedTensor(leaf_of(name + (box.tag if box else ""), local, False, box), parameter, key, made)
 
     def capture(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> dict[str, Any]:
         """Returns the optimizer's groups, and numbers in its state."""
@@ -273,8 +246,8 @@ class OptimizerExtractor:
             group.update(from_plain(saved_group["values"]))
             for parameter in group["params"]:
                 name = names[id(parameter)].name
-                if name in saved["scalars"]:
-                    state[parameter].update(from_plain(saved["scalars"][name]))
+                for key, each in saved["scalars"].get(name, {}).items():
+                    state[parameter][key] = from_plain(with_tensors(each, state[parameter].get(key)))
         parameter_with_state = {names[id(parameter)].name: parameter for parameter in state if id(parameter) in names}
         parameter_of = {names[id(p)].name: p for group in self.owner(value).param_groups for p in group["params"]}
         for name, key, first, first_key in saved.get("shared", ()):
@@ -440,6 +413,112 @@ def _add_pieces(
         index.track_address(value)
 
 
+def _track(index: TensorIndex, container: Mapping[Any, Any] | Sequence[Any]) -> None:
+    """Tracks a container of the state: all its entries, or its size if a dict has numbers.
+
+    A number is another object after each step.
+    """
+    held = (torch.Tensor, list, tuple, dict)
+    has_numbers = isinstance(container, Mapping) and not all(isinstance(each, held) for each in container.values())
+    (index.track_size if has_numbers else index.track_entries)(container)
+
+
+def _tensors_in(
+    index: TensorIndex, place: Any, key: Any, keys: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, Any, tuple[str, ...]]]:
+    """Yields (place, key, keys) of each tensor in `place[key]`.
+
+    Tracks the lists and dicts on the way. `keys` leads from the value of the state to the tensor.
+    """
+    value = place[key]
+    if isinstance(value, torch.Tensor):
+        yield place, key, keys
+        return
+    index.track_entry(place, key, value)
+    _track(index, value)
+    for inner, each in entries(value):
+        if has_tensors(each):
+            yield from _tensors_in(index, value, inner, (*keys, str(inner)))
+
+
+def _add_state(
+    index: TensorIndex,
+    name_prefix: str,
+    place: Any,
+    place_key: Any,
+    keys: tuple[str, ...],
+    parameter: NamedParameter,
+    key: str,
+    on_device: set[int],
+) -> None:
+    """Adds a tensor of a parameter's state, with the forms of its leaves.
+
+    Args:
+        index: the index.
+        name_prefix: is put before the parameter's name.
+        place, place_key: `place[place_key]` is the tensor.
+        keys: keys of the lists and dicts around the tensor.
+        parameter: the parameter.
+        key: the key in the parameter's state.
+        on_device: see `_with_steps_on_device`.
+
+    Raises:
+        UnsupportedState: a restore could not make the tensor again.
+    """
+    value = place[place_key]
+    name = "/".join((name_prefix + parameter.name, *keys))
+    for leaf, inner in index.add(name, place, place_key, value, box=state_region(parameter, value)):
+        if leaf:
+            expected = _is_on_host(key, tuple(inner.tensor.shape), parameter, on_device)
+            is_on_host = inner.tensor.device.type == "cpu"
+            on_host = None if parameter.local.device.type == "cpu" or is_on_host == expected else is_on_host
+            index.forms[leaf] = _form(leaf, index.boxes.get(leaf), parameter, keys, value, inner, on_host)
+        elif keys or inner.path:
+            raise UnsupportedState(
+                f"{name} shares memory with another tensor of the state, and a restore could not make it so again.",
+                "clone() it in the optimizer's step",
+            )
+
+
+def _form(
+    leaf: str,
+    box: Region | None,
+    parameter: NamedParameter,
+    keys: tuple[str, ...],
+    value: torch.Tensor,
+    inner: InnerTensor,
+    on_host: bool | None = None,
+) -> str:
+    wrappers = wrappers_of(leaf, parameter, keys, value, inner)
+    return StateForm(wrappers, box.tag if box is not None else "", on_host).text()
+
+
+def _foreseen_leaves(
+    prefix: str, key: str, parameter: NamedParameter, value: Any, keys: tuple[str, ...] = ()
+) -> Iterator[Leaf]:
+    """Yields the leaves of a value of the state that lies on `meta`."""
+    _check_key(prefix, key)
+    for inner_key, each in entries(value):
+        yield from _foreseen_leaves(prefix, key, parameter, each, (*keys, str(inner_key)))
+    if not isinstance(value, torch.Tensor):
+        return
+    for owner, piece, box in pieces(parameter, value):
+        name = "/".join((f"{prefix}.{key}.{owner}", *keys))
+        local, dtensor_region = local_piece(name, piece)
+        for inner in inner_tensors(name, local):
+            region = inner_region(local, dtensor_region or box, inner.tensor)
+            leaf = "/".join((name, *inner.path)) + (region.tag if region else "")
+            form = "" if piece is not value else _form(leaf, region, parameter, keys, value, inner)
+            yield leaf_of(leaf, inner.tensor, False, region, form)
+
+
+def _check_flat(name: str, parameter: NamedParameter, keys: tuple[str, ...], value: torch.Tensor) -> None:
+    """Refuses state of a flat parameter that is not one plain tensor: its slices are the leaves."""
+    if keys or has_inner_tensors(value):
+        kind = "a list or dict" if keys else type(value).__name__
+        raise UnsupportedState(f"{name}{parameter.name} is {kind}; a flat parameter's state must be plain tensors.")
+
+
 def state_region(parameter: NamedParameter, value: torch.Tensor) -> Region | None:
     """Returns the region of a plain tensor of a parameter's state.
 
@@ -452,51 +531,12 @@ def state_region(parameter: NamedParameter, value: torch.Tensor) -> Region | Non
     local = tuple(parameter.local.shape)
     if tuple(value.shape) == local:
         return parameter.box
-    if local == parameter.box.shape:
-        return None
-    shape = tuple(value.shape)
-    cut = ",".join(f"{first}:{first + size}" for first, size in zip(parameter.box.offset, local, strict=True))
-    return Region(shape, (0,) * len(shape), parameter.box.tag or f"[of {cut}]")
+    return piece_region(local, parameter.box, tuple(value.shape))
 
 
 def _is_empty_piece(named: NamedParameter) -> bool:
     """Returns whether the parameter is a plain piece without elements."""
     return named.box is not None and not isinstance(named.tensor, DTensor) and not named.local.numel()
-
-
-def _kind(named: NamedParameter) -> tuple[object, ...]:
-    """Returns the properties that decide the kind of a parameter's state; not its region."""
-    tensor, local = named.tensor, named.local
-    placed = (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else ()
-    return local.shape, local.stride(), local.dtype, placed
-
-
-def _twin(named: NamedParameter) -> torch.Tensor:
-    """Returns the parameter on `meta`."""
-    local = named.local
-    with torch.no_grad():
-        meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-        return like(named.tensor, meta).requires_grad_()
-
-
-def _state_after_step(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
-) -> Mapping[torch.Tensor, dict[str, Any]]:
-    """Returns the state of a copy of the optimizer after one step on these groups."""
-    double = object.__new__(type(optimizer))
-    vars(double).update(
-        {key: copy.copy(value) if isinstance(value, (dict, list)) else value for key, value in vars(optimizer).items()}
-    )
-    vars(double).pop("step", None)  # a scheduler's wrapper would count this step
-    for key in [key for key in vars(double) if key.endswith("_hooks")]:
-        vars(double)[key] = OrderedDict()
-    double.state, double.param_groups = defaultdict(dict), groups
-    generator = torch.get_rng_state()
-    # Any error of an optimizer will show up in its first real step.
-    with torch.no_grad(), contextlib.suppress(Exception):
-        inspect.unwrap(type(optimizer).step)(double)
-    torch.set_rng_state(generator)
-    return double.state
 
 
 def _with_steps_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -509,15 +549,17 @@ def _with_steps_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
-def _allocate(
-    leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, buffer: HugePageBuffer, on_host: bool
-) -> torch.Tensor:
+def _is_on_host(key: str, shape: tuple[int, ...], parameter: NamedParameter, on_device: set[int]) -> bool:
+    """Returns whether torch's own optimizers keep such a tensor on the host."""
+    return key == "step" and not shape and id(parameter.tensor) not in on_device
+
+
+def _allocate(leaf: Leaf, parameter: torch.Tensor, buffer: HugePageBuffer, on_host: bool) -> torch.Tensor:
     """Returns memory for one leaf of optimizer state.
 
     Args:
         leaf: the leaf.
         parameter: the parameter's local tensor, whose device the state shares.
-        model: a tensor placed like the new one: a DTensor if the new one is sharded.
         buffer: host memory.
         on_host: whether the leaf lies on the host even if the parameter does not.
     """
@@ -527,10 +569,8 @@ def _allocate(
         # Like the optimizer's own: fused kernels compare strides, also of dimensions of size 1.
         leaf = replace(leaf, stride=stride)
     if on_host or parameter.device.type == "cpu":
-        local = buffer.empty(leaf, dtype)
-    else:
-        local = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=parameter.device)
-    return like(model, local)
+        return buffer.empty(leaf, dtype)
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=parameter.device)
 
 
 def _shared_tensors(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> list[list[str]]:
@@ -554,7 +594,17 @@ def _shared_tensors(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Para
 
 def _scalars(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> dict[str, dict[str, Any]]:
     """Returns the numbers in the state, by parameter."""
-    plain = ((key, _plain_values(values)) for key, values in state.items())
+    plain = (
+        (
+            key,
+            {
+                name: to_plain(without_tensors(each))
+                for name, each in values.items()
+                if not isinstance(each, torch.Tensor)
+            },
+        )
+        for key, values in state.items()
+    )
     return {names[id(key)].name: values for key, values in plain if values and id(key) in names}
 
 

@@ -1,0 +1,111 @@
+"""State in lists, dicts and tensor subclasses is restored bit for bit, and trains on exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from reft.client.state.tensors import TensorIndex
+from reft.client.state.tracked_objects import TrackedObjects
+from tests.support.foreign_optimizers import Adafactor, BlockTensor, Lion, Lion8, Shampoo
+
+INPUTS = torch.linspace(-1, 1, 64 * 16).view(64, 16)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 1))
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(INPUTS) - INPUTS.square().sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return optimizer.step(closure).item()
+    loss = closure()
+    optimizer.step()
+    return loss.item()
+
+
+def index(model: nn.Module, optimizer: torch.optim.Optimizer) -> TensorIndex:
+    return TrackedObjects({"model.0": model}, [optimizer], {}).bind()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    return {name: each.detach().view(torch.uint8).numpy().tobytes() if each.dim() else str(each.item())
+            for name, each in sorted(index(model, optimizer).tensors.items())}  # fmt: skip
+
+
+def train_and_return(attach, make, steps=4):
+    """Trains, attaches new objects, and compares the state and the next two steps of both."""
+    torch.manual_seed(1)
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in session.steps(steps):
+        step_once(model, optimizer)
+    assert session.seal(timeout=60)
+    other, another = make()
+    assert attach(other, another).step == steps
+    assert state_of(other, another) == state_of(model, optimizer)
+    for _ in range(2):
+        assert step_once(other, another) == step_once(model, optimizer)
+    assert state_of(other, another) == state_of(model, optimizer)
+    return optimizer, another
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6], ids=["one step", "half a history", "a full history"])
+def test_lbfgs(attach, steps):
+    def make():
+        model = network()
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=8)
+
+    optimizer, another = train_and_return(attach, make, steps)
+    state, other = (next(iter(each.state.values())) for each in (optimizer, another))
+    assert [type(state[key]) for key in state] == [type(other[key]) for key in state]
+    assert other["n_iter"] == state["n_iter"] and len(other["old_dirs"]) == len(state["old_dirs"])
+
+
+def test_each_step_of_lbfgs_is_held_while_its_history_grows(attach):
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1, history_size=8)
+    session = attach(model, optimizer)
+    for _ in session.steps(6):
+        step_once(model, optimizer)
+    assert session.seal(timeout=60)
+    assert session.stats()["skipped"] == 0, "the slots have room for the whole history from the first step on"
+
+
+@pytest.mark.parametrize("kind", [Lion, Adafactor, Shampoo, Lion8], ids=lambda kind: kind.__name__)
+def test_other_peoples_optimizers(attach, kind):
+    def make():
+        model = network()
+        return model, kind(model.parameters())
+
+    optimizer, another = train_and_return(attach, make)
+    for mine, other in zip(optimizer.state.values(), another.state.values(), strict=True):
+        assert {key: type(each) for key, each in mine.items()} == {key: type(each) for key, each in other.items()}
+
+
+class Adapted(nn.Module):
+    """A frozen base in 8 bits with a trainable adapter, as LoRA over a quantised model has."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Parameter(BlockTensor.of(torch.randn(16, 16)), requires_grad=False)
+        self.down, self.up = nn.Linear(16, 4, bias=False), nn.Linear(4, 1, bias=False)
+
+    def forward(self, inputs):
+        return self.up(self.down(inputs @ self.base.dequantized()))
+
+
+def test_an_adapter_over_a_quantised_base(attach):
+    def make():
+        model = Adapted()
+        return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+
+    train_and_return(attach, make)
+    assert {"model.0.base/codes", "model.0.base/scale"} <= set(index(*make()).tensors)
