@@ -245,8 +245,8 @@ def measure(job: Job) -> dict[str, Any]:
     described = clock("tables", lambda: [from_json(RankMessage, json.loads(each)["ok"]) for each in sent])
     distinct_tables, layouts, index = clock("tables", lambda: rank_table.layouts([each.data for each in described]))
     manifest = pb.Manifest(
-        job="run", world=job.world, nodes=nodes, protect="auto", tolerate=-1, chunk_bytes=256 << 10, tables=distinct_tables,
-        layouts=layouts, layout_of=index,
+        job="run", world=job.world, nodes=nodes, protect="auto", tolerate=-1, chunk_bytes=256 << 10,
+        packed_tables=distinct_tables, layouts=layouts, layout_of=index,
     )  # fmt: skip
     held, index = clock("tables", lambda: layouts_of(manifest))
     if held[index[0]] != pack(leaves):

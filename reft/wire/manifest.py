@@ -6,6 +6,7 @@ Layouts travel as symbolic tables. Each layout is expanded only when it is read.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import get_args, overload
@@ -18,6 +19,7 @@ from reft.core.layout.layout import Layout
 from reft.core.layout.symbolic import WHOLE, AxisCut, LeafPattern, PatternTable, SymbolicLayout, expand
 from reft.errors import FormatError
 from reft.wire import messages
+from reft.wire.capsule_format import NameTable
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -131,21 +133,34 @@ def placing(manifest: pb.Manifest) -> tuple[object, ...]:
 
 
 BYTES_MAX = 1 << 62  # of one leaf, so that sums fit into 64-bit integers
+# Bytes of a table before compression: a million leaves. Names of leaves shrink to a twentieth.
+TABLE_MAX = 128 << 20
 
 
 def table_to(table: PatternTable) -> bytes:
-    """Returns the table's bytes, always the same for the same table."""
-    return pb.SymbolicTable(
-        leaves=[_leaf_to(pattern) for pattern in table.patterns], axes=table.axes
-    ).SerializeToString(deterministic=True)  # fmt: skip
+    """Returns the table's bytes, compressed."""
+    message = pb.SymbolicTable(leaves=[_leaf_to(pattern) for pattern in table.patterns], axes=table.axes)
+    return zlib.compress(message.SerializeToString(deterministic=True), level=1)
 
 
 def table_from(data: bytes) -> PatternTable:
-    """Returns the table that the bytes describe.
+    """Returns the table that the compressed bytes describe.
 
     Raises:
         FormatError: the bytes are no symbolic table, or a leaf names a missing axis or dimension.
     """
+    reader = zlib.decompressobj()
+    try:
+        unpacked = reader.decompress(data, TABLE_MAX)
+    except zlib.error as error:
+        raise FormatError(f"the symbolic table can't be decompressed: {error}.") from error
+    if not reader.eof:
+        raise FormatError(f"the symbolic table is cut short, or has more than {TABLE_MAX} bytes.")
+    return _plain_table_from(unpacked)
+
+
+def _plain_table_from(data: bytes) -> PatternTable:
+    """Returns the table that the bytes describe, without compression as up to protocol 7."""
     try:
         table = pb.SymbolicTable.FromString(data)
     except DecodeError as error:
@@ -207,7 +222,8 @@ class ManifestLayouts(Sequence[Layout]):
     """
 
     def __init__(self, manifest: pb.Manifest) -> None:
-        self._tables = [table_from(table) for table in manifest.tables]
+        plain = [_plain_table_from(table) for table in manifest.tables]
+        self._tables = plain or [table_from(table) for table in manifest.packed_tables]
         self._cuts: list[tuple[int, tuple[AxisCut, ...]]] = []
         for each in manifest.layouts:
             cuts = tuple(AxisCut(*pair) for pair in zip(each.cuts[::2], each.cuts[1::2], strict=False))
@@ -233,6 +249,14 @@ class ManifestLayouts(Sequence[Layout]):
     def names_of(self, index: int) -> frozenset[str]:
         """Returns the names of one layout's leaves, without expanding it."""
         return self._table_names[self._cuts[index][0]]
+
+    def name_table(self, index: int) -> NameTable:
+        """Returns the names that capsules of ranks with this layout refer to by number."""
+        return self._name_tables[self._cuts[index][0]]
+
+    @cached_property
+    def _name_tables(self) -> list[NameTable]:
+        return [NameTable(tuple(pattern.name for pattern in table.patterns)) for table in self._tables]
 
     @cached_property
     def _table_names(self) -> list[frozenset[str]]:

@@ -26,9 +26,10 @@ the slot may turn LANDED into SEALED. A reader trusts only a SEALED slot, and ch
 the bytes that it reads. The header names a layout only after a version of that layout has landed
 here. Then the slot has the table, and the zeros between the live bytes, which are written once.
 
-Versions of this format: a reader refuses other major numbers by name, and reads any minor number of
-its own major. In format 1 all leaves lay in the data, each at its offset. Since format 2 leaves may
-lie in other slots and in capsules.
+Versions of this format: a reader reads any minor number of the majors in READABLE, and refuses
+other majors by name. In format 1 all leaves lay in the data, each at its offset. Since format 2
+leaves may lie in other slots and in capsules. Since format 3 capsules refer to names by number; a
+capsule says so itself, so slots of format 2 are read too.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from reft.core.layout.layout import align
 from reft.errors import FormatError
 
 MAGIC: Final = b"REFTSLOT"
-MAJOR: Final = 2
+MAJOR: Final = 3  # written
+READABLE: Final = (2, 3)
 MINOR: Final = 0
 PAGE: Final = 4096
 TABLE_MAX: Final = 64 << 20
@@ -66,6 +68,23 @@ CHECKSUM: Final = struct.Struct("<Q")
 BUFFERS_MAX: Final = 1024  # buffers of one call of preadv, on Linux
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class UnknownFormat(FormatError):
+    """A slot has a format that this reft does not read; another reft may read the slot.
+
+    Args:
+        major: the slot's major number.
+        minor: its minor number.
+    """
+
+    def __init__(self, major: int, minor: int) -> None:
+        super().__init__(
+            f"the slot has format {major}.{minor}; this reft reads {' and '.join(map(str, READABLE))}.",
+            "use the reft that wrote it, or purge the job",
+        )
+        self.major = major
+        self.minor = minor
 
 
 @dataclass(frozen=True)
@@ -141,11 +160,8 @@ def decode_header(data: bytes) -> Header:
         raise FormatError("this is not a slot: the magic number is missing.")
     fields = HEADER.unpack(body)
     major, minor = fields[1], fields[2]
-    if major != MAJOR:
-        raise FormatError(
-            f"the slot has format {major}.{minor}; this reft reads {MAJOR}.",
-            "use the reft that wrote it, or purge the job",
-        )
+    if major not in READABLE:
+        raise UnknownFormat(major, minor)
     if CHECKSUM.unpack_from(data, HEADER.size)[0] != xxhash.xxh3_64_intdigest(body):
         raise FormatError("the header's checksum is wrong.")
     return _header_of(fields)
@@ -190,19 +206,22 @@ def best_header(slot: Bytes) -> Header:
     """Returns the same as `newest_header`, from a slot's first two pages alone.
 
     Raises:
+        UnknownFormat: the slot has a format that this reft does not read.
         FormatError: neither copy is valid.
     """
     headers: list[Header] = []
-    reason, hint = "the slot has no header.", ""
+    unknown, reason = None, "the slot has no header."
     for offset in (0, PAGE):
         try:
             headers.append(decode_header(slot[offset : offset + PAGE].tobytes()))
+        # The error itself is not kept: its traceback would hold this frame, and so the mapping, for
+        # ever.
+        except UnknownFormat as error:
+            unknown = error.major, error.minor
         except FormatError as error:
-            # The error itself is not kept: its traceback would hold this frame, and so the mapping,
-            # for ever.
-            reason, hint = error.message, error.hint
+            reason = error.message
     if not headers:
-        raise FormatError(reason, hint)
+        raise UnknownFormat(*unknown) if unknown else FormatError(reason)
     return max(headers, key=lambda header: header.seq)
 
 

@@ -19,4 +19,4 @@ def described(*ranks: Sequence[Leaf]) -> dict[str, Any]:
     rank_table = RankTable([SimpleNamespace(layout=each) for each in facts])
     published = [table_to(form.table) if rank_table.describes(i) else b"" for i, form in enumerate(forms)]
     tables, layouts, index = rank_table.layouts(published)
-    return {"tables": tables, "layouts": layouts, "layout_of": index}
+    return {"packed_tables": tables, "layouts": layouts, "layout_of": index}

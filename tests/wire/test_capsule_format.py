@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from reft.errors import FormatError, UnsupportedState
-from reft.wire.capsule_format import DEPTH_MAX, INT_BITS_MAX, TensorBytes, decode, encode
+from reft.wire.capsule_format import DEPTH_MAX, INT_BITS_MAX, NameRun, NameTable, TensorBytes, decode, encode
 
 BITS = st.integers(0, (1 << 64) - 1).map(lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0])
 PLAIN = st.one_of(
@@ -73,6 +73,62 @@ def assert_same(one: Any, other: Any) -> None:
 @settings(max_examples=200, deadline=None)
 def test_round_trip(tree):
     assert_same(decode(encode(tree)), tree)
+
+
+NAMES = NameTable(("w", "b", "m", "v", ""))
+NAMED_TREES = st.recursive(
+    st.sampled_from([*NAMES.names, "another", "x", 3]),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=8), st.dictionaries(st.sampled_from([*NAMES.names, "another"]), inner, max_size=4)
+    ),
+    max_leaves=30,
+)
+
+
+@given(NAMED_TREES)
+@settings(max_examples=200, deadline=None)
+def test_round_trip_with_names(tree):
+    assert_same(decode(encode(tree, NAMES), NAMES), tree)
+
+
+def test_names_are_written_as_numbers():
+    names = NameTable(tuple(f"model.0.layers.{i}.weight" for i in range(75_000)))
+    tree = {
+        "params": list(names.names),
+        "halves": [*names.names[::2]],
+        "absent": names.names[7],
+        "values": {names.names[8]: 1},
+    }
+    data = encode({key: tree[key] for key in ("params", "absent", "values")}, names)
+    assert len(data) < 200 and b"layers" not in data
+    assert len(encode(tree["halves"], names)) < 500_000
+    assert decode(encode(tree, names), names) == tree
+
+
+def test_other_names_are_refused():
+    """Read with them, the state of one parameter would go to another."""
+    data = encode({"params": ["w", "b"]}, NAMES)
+    for other in (NameTable(("b", "w", "m", "v", "")), NameTable(("w", "b")), NameTable()):
+        with pytest.raises(FormatError, match="refers to names with digest"):
+            decode(data, other)
+
+
+def test_without_names_the_other_values_are_read():
+    tree = {"compared": {3: 4}, "params": ["b", "m", "another", "w"], "w": 1}
+    read = decode(encode(tree, NAMES))
+    assert read == {"compared": {3: 4}, "params": [NameRun(1, 2), "another", NameRun(0, 1)], NameRun(0, 1): 1}
+
+
+def test_a_capsule_without_names_is_read_with_any():
+    """Capsules of protocol 7 have all names in full."""
+    assert decode(encode(["w", "other"]), NAMES) == ["w", "other"]
+
+
+@pytest.mark.parametrize("node", [{"name": 5}, {"name": -1}, {"names": [[3, 3]]}, {"names": [[0, 0]]}, {"name": "w"}])
+def test_numbers_without_a_name_are_refused(node):
+    text = json.dumps({"named": [NAMES.digest, node]}).encode()
+    with pytest.raises(FormatError):
+        decode(struct.pack("<I", len(text)) + text, NAMES)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from reft.wire.slot_format import (
     Geometry,
     Header,
     SlotMap,
+    UnknownFormat,
     chunk_digest,
     decode_header,
     newest_header,
@@ -54,7 +55,7 @@ def read_all(slot: np.ndarray) -> tuple[object, object, bytes] | None:
     if map_.header.state is not SlotState.SEALED:
         return None
     held = table_from(map_.table())
-    tree = capsule_format.decode(map_.capsule())
+    tree = capsule_format.decode(map_.capsule(), golden.NAMES)
     if map_.bad_chunks():
         raise FormatError("a chunk is damaged")
     return held, tree, map_.data[: map_.header.data_bytes].tobytes()
@@ -96,7 +97,7 @@ def test_a_golden_file_has_the_expected_header(state):
 def test_the_golden_sealed_file_is_read_in_full():
     held, tree, data = read_all(golden.read("sealed"))
     assert held == golden.layout() and data == golden.payload().tobytes()
-    assert same(tree, golden.TREE)
+    assert same(tree, golden.NAMED_TREE)
     places = places_from(SlotMap(golden.read("sealed")).table())
     assert {name: place for name, place in places.items() if place} == golden.PLACES
 
@@ -178,14 +179,21 @@ GOOD = Header(golden.GEOMETRY, "job", 3, SlotState.SEALED, golden.VERSION, data_
 
 
 def test_a_newer_major_version_is_refused_by_name():
-    with pytest.raises(FormatError, match=r"(?s)format 3\.7; this reft reads 2.*Fix: "):
-        SlotMap(with_header(GOOD, major=3, minor=7))
+    with pytest.raises(UnknownFormat, match=r"(?s)format 4\.7; this reft reads 2 and 3\..*Fix: "):
+        SlotMap(with_header(GOOD, major=4, minor=7))
 
 
-def test_the_older_major_version_is_refused_by_name():
+def test_a_slot_of_the_format_before_is_read():
+    """Its capsule has all names in full."""
+    slot = np.frombuffer(gzip.decompress((golden.FOLDER / "slot-2.0-sealed.gz").read_bytes()), np.uint8).copy()
+    held, tree, data = read_all(slot)
+    assert held == golden.layout() and same(tree, golden.TREE) and data == golden.payload().tobytes()
+
+
+def test_the_oldest_major_version_is_refused_by_name():
     """Its table gives no places. So a reader would take the data shards of a cell for leaves."""
     slot = np.frombuffer(gzip.decompress((golden.FOLDER / "slot-1.0-sealed.gz").read_bytes()), np.uint8)
-    with pytest.raises(FormatError, match=r"(?s)format 1\.0; this reft reads 2.*Fix: "):
+    with pytest.raises(FormatError, match=r"(?s)format 1\.0; this reft reads 2 and 3\..*Fix: "):
         SlotMap(slot)
 
 
@@ -260,7 +268,7 @@ def test_flipped_bytes_never_crash_and_never_yield_a_wrong_payload(flips):
         return
     if content is not None:
         held, tree, data = content
-        assert held == golden.layout() and same(tree, golden.TREE) and data == golden.payload().tobytes()
+        assert held == golden.layout() and same(tree, golden.NAMED_TREE) and data == golden.payload().tobytes()
 
 
 def test_every_single_flip_in_a_header_is_noticed():

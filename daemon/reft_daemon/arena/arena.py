@@ -8,8 +8,9 @@
       JOB/capsule-…          of ranks of other nodes, see reft_daemon.arena.capsule_store
 
 A daemon that starts takes over the files here. A file that is no valid slot is renamed to *.bad,
-logged, and never offered. Making slots and computing their digests take long, so the daemon runs
-these in threads.
+logged, and never offered. A slot of another format, as a newer reft writes, is renamed to
+*.format-MAJOR; a daemon that reads this format takes the slot over again. Making slots and
+computing their digests take long, so the daemon runs these in threads.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from reft.core.membership.job_identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
 from reft.wire.messages import MANIFEST_MAX
 from reft.wire.shm import advise, map_file
-from reft.wire.slot_format import PAGE, Bytes, Geometry, SlotMap
+from reft.wire.slot_format import PAGE, READABLE, Bytes, Geometry, SlotMap, UnknownFormat
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import limits
 from reft_daemon.arena.huge_pages import make_huge
@@ -254,15 +255,21 @@ class Arena:
         Raises:
             OSError: a slot can't be opened for now.
         """
-        slots = []
-        for path in sorted((self.folder / job).glob("rank-*.slot-*[0-9]")):
+        folder, slots = self.folder / job, []
+        for path in sorted(each for major in READABLE for each in folder.glob(f"rank-*.slot-*.format-{major}")):
+            if not (original := path.with_suffix("")).exists():
+                path.rename(original)
+        for path in sorted(folder.glob("rank-*.slot-*[0-9]")):
+            if ".format-" in path.name:
+                continue
             try:
                 slots.append(self._open(job, path))
             except (OSError, FormatError) as error:
                 if is_shortage(error):
                     raise
-                log.error("slot %s can't be used and is renamed to *.bad: %s", path, error)
-                path.rename(path.with_name(path.name + ".bad"))
+                suffix = f".format-{error.major}" if isinstance(error, UnknownFormat) else ".bad"
+                log.error("slot %s can't be used and is renamed to *%s: %s", path, suffix, error)
+                path.rename(path.with_name(path.name + suffix))
         return slots
 
     def _open(self, job: str, path: Path) -> SlotFile:

@@ -31,6 +31,7 @@ from reft.core.recovery.plan import TransferPlan
 from reft.core.recovery.rebuild_plan import chunk_sources, costs, rebuild_plan
 from reft.errors import AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import capsule_format, messages
+from reft.wire.capsule_format import NameTable
 from reft.wire.manifest import layouts_of, placement_of
 from reft.wire.rebuild_request import layout_mark, rebuilt_table
 from reft.wire.slot_format import PAGE, Geometry
@@ -93,7 +94,7 @@ class Rebuild:
         sources = SourceReader(registry.arena.node_id, registry.peers, job, request)
         slots: dict[int, SlotFile] = {}
         try:
-            lost = [await self._lost_slot(sources, each, placement, layouts) for each in request.lost]
+            lost = [await self._lost_slot(sources, each, placement, *layouts[each.rank]) for each in request.lost]
             await sources.check(needed_ranks)
             for each in lost:
                 await self._make_slot(job, each, slots)
@@ -116,8 +117,10 @@ class Rebuild:
 
     # What is to be done
 
-    async def _placement_and_layouts(self) -> tuple[Placement, dict[int, Layout]]:
-        """Returns the placement of the version's epoch, and the predicted layout of each lost rank.
+    async def _placement_and_layouts(self) -> tuple[Placement, dict[int, tuple[Layout, NameTable]]]:
+        """Returns the placement of the version's epoch.
+
+        Also returns, for each lost rank, the predicted layout and the names in its capsule.
 
         Raises:
             ConfigError: the request contradicts itself.
@@ -136,7 +139,8 @@ class Rebuild:
         if not request.lost or max(nodes, default=0) >= len(request.nodes):
             raise ConfigError("the request names no rank to rebuild, or an unknown node.")
         layouts, index = layouts_of(manifest)
-        return await in_thread(placement_of, manifest), {lost.rank: layouts[index[lost.rank]] for lost in request.lost}
+        lost = [(each.rank, index[each.rank]) for each in request.lost]
+        return await in_thread(placement_of, manifest), {rank: (layouts[i], layouts.name_table(i)) for rank, i in lost}
 
     def _needed_ranks(self, placement: Placement) -> list[int]:
         """Returns the ranks whose slots are read.
@@ -164,7 +168,7 @@ class Rebuild:
         return job
 
     async def _lost_slot(
-        self, sources: SourceReader, lost: pb.LostRank, placement: Placement, layouts: Mapping[int, Layout]
+        self, sources: SourceReader, lost: pb.LostRank, placement: Placement, layout: Layout, names: NameTable
     ) -> _LostSlot:
         """Fetches a lost rank's capsule. It also works out the table and size of the rank's slot.
 
@@ -176,7 +180,7 @@ class Rebuild:
         rank_placement = placement.rank_placement(lost.rank)
         chunks = -(-rank_placement.data_bytes // placement.chunk_bytes)
         try:
-            tree = capsule_format.decode(record.capsule)
+            tree = capsule_format.decode(record.capsule, names)
             absent = frozenset(tree["absent"])
         except (FormatError, KeyError, TypeError) as error:
             raise DamagedSource(self.request.nodes[lost.keeper], f"capsule-{lost.rank}", str(error)) from error
@@ -185,7 +189,7 @@ class Rebuild:
                 f"the slot of rank {lost.rank} had {record.unreplicated_bytes} bytes that no other slot has, and "
                 f"{len(record.digests) // 8} chunks, where the placement has {chunks}: it can't be rebuilt."
             )
-        table = rebuilt_table(placement, layouts[lost.rank], lost.rank, absent)
+        table = rebuilt_table(placement, layout, lost.rank, absent)
         geometry = Geometry(max(len(table), PAGE), rank_placement.data_bytes, placement.chunk_bytes)
         return _LostSlot(lost.rank, record, table, geometry)
 

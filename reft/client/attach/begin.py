@@ -110,7 +110,7 @@ def make_snapshotter(
         DaemonRestarter(settings, daemon.hello.unattended).refused,
     )
     return Snapshotter(
-        SnapshotFacts(rank, epoch, plan.placement, step + 2 * context.request.every, context.failpoints),
+        SnapshotFacts(rank, epoch, plan.placement, state.names, step + 2 * context.request.every, context.failpoints),
         plan.base,
         SavePlanner(tracked, plan.placement, rank, engine.parity_tiling, state.predicted.leaves),
         state.host,

@@ -44,6 +44,7 @@ from reft.core.layout.layout import Layout, Leaf, pack
 from reft.core.membership.job_identity import JobIdentity
 from reft.errors import AttachError
 from reft.wire import daemon_launcher, local_socket, manifest, messages, rpc
+from reft.wire.capsule_format import NameTable
 from reft.wire.manifest import division_of, domains_of, inline_bytes_max, layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -73,9 +74,15 @@ class LocalState:
             UnsupportedState: reft can't hold a part of the state.
         """
         host = HostState(tracked, {**request.objects(), **tracked.extra_states()})
-        host.check_size()
         tensor_index = tracked.bind()
-        return cls(tracked, host, tensor_index, [*tensor_index.leaves(), *tracked.predict()])
+        state = cls(tracked, host, tensor_index, [*tensor_index.leaves(), *tracked.predict()])
+        host.check_size(state.names)
+        return state
+
+    @cached_property
+    def names(self) -> NameTable:
+        """The names of this rank's leaves, as the manifest has them."""
+        return NameTable(tuple(leaf.name for leaf in self.leaves))
 
     @cached_property
     def predicted(self) -> Layout:
@@ -330,7 +337,7 @@ def manifest_of(context: AttachContext, introduction: Introduction, published: S
         protect=request.protect,
         tolerate=-1 if request.tolerate is None else request.tolerate,
         chunk_bytes=context.settings.chunk_bytes,
-        tables=tables,
+        packed_tables=tables,
         layouts=layouts,
         layout_of=index,
     )

@@ -122,9 +122,11 @@ def restore_steps(
     """Returns the steps of a restore into the same shape, or into another one."""
     base, before, state = plan.base, plan.base_manifest, introduction.state
     assert base is not None and before is not None, "a restore has a base"
+    layouts, index = layouts_of(before)
     restore_context = RestoreContext(
         plan=plan.recovery,
         placement=plan.survey.placements[base.epoch],
+        names=[layouts.name_table(i) for i in index],
         rank=context.rank,
         nodes=introduction.ranks_by_node,
         opener=opener,
@@ -137,7 +139,6 @@ def restore_steps(
     if plan.is_reshaped:
         change = ShapeChange(leaves_by_rank(before), leaves_by_rank(plan.manifest), before.mismatched)
         return Restore(restore_context, change=change)
-    layouts, index = layouts_of(before)
     return Restore(restore_context, layouts[index[context.rank]].leaves)
 
 

@@ -23,6 +23,7 @@ from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf
 from reft.core.recovery.plan import SlotReaders, TransferPlan
 from reft.core.recovery.recovery import RecoveryPlan
+from reft.wire.capsule_format import NameTable
 from reft.wire.messages import places_from, table_from
 from reft.wire.slot_format import SlotMap
 
@@ -39,6 +40,7 @@ class RestoreContext:
     Attributes:
         plan: a recovery plan with a base.
         placement: the placement that the base was written with.
+        names: for each old rank the names in the base's manifest; capsules refer to them.
         rank: this rank, of the new job.
         nodes: node id → its ranks, of the new job.
         opener: opens slots and capsules.
@@ -51,6 +53,7 @@ class RestoreContext:
 
     plan: RecoveryPlan
     placement: Placement
+    names: Sequence[NameTable]
     rank: int
     nodes: Mapping[str, Sequence[int]]
     opener: SlotOpener
@@ -99,13 +102,13 @@ def open_old_rank(context: RestoreContext, old: int) -> OldRank:
     Raises:
         FormatError: the slot, the capsule or the table is damaged.
     """
-    source = context.plan.sources.get(old)
+    source, names = context.plan.sources.get(old), context.names[old]
     if source is None:
         record = context.opener.capsule(context.plan, old)
-        tree = serialization.decode(record.capsule)
+        tree = serialization.decode(record.capsule, names)
         return OldRank(tree, _samples(context, old, tree), lost_digests=record.digests)
     slot = context.opener.slot(source)
-    tree, table = serialization.decode(slot.capsule()), slot.table()
+    tree, table = serialization.decode(slot.capsule(), names), slot.table()
     return OldRank(tree, _samples(context, old, tree), slot, table_from(table), places_from(table))
 
 

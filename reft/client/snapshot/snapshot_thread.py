@@ -41,6 +41,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.membership.log_debounce import TroubleLog
 from reft.errors import ReftError
 from reft.failpoints import Failpoints
+from reft.wire.capsule_format import NameTable
 
 log = logging.getLogger("reft")
 
@@ -53,6 +54,7 @@ class SnapshotFacts:
         rank: this rank.
         epoch: the epoch of this attach.
         placement: where the bytes of this epoch lie.
+        names: this rank's names in the manifest of the epoch; capsules refer to them.
         compares_all_until: up to this step, ranks compare all bytes of their cells; later only a
             window of each.
         failpoints: faults to inject.
@@ -61,6 +63,7 @@ class SnapshotFacts:
     rank: int
     epoch: Epoch
     placement: Placement
+    names: NameTable
     compares_all_until: int
     failpoints: Failpoints
 
@@ -225,7 +228,7 @@ class SnapshotThread:
             "absent": list(handover.save_plan.absent),
             "compared": dict(copied.cell_digests),
         }
-        slot.map.put_capsule(serialization.encode(capsule))
+        slot.map.put_capsule(serialization.encode(capsule, self._facts.names))
         slot.map.landed()
         handover.task.landed(time.perf_counter())
         self._facts.failpoints.hit("snapshot.landed", **facts)

@@ -18,6 +18,7 @@ from reft.client.state.parameters import ParameterNames
 from reft.client.state.serialization import finished, from_plain, to_plain
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import ConfigError, LayoutChanged, UnsupportedState
+from reft.wire.capsule_format import NameTable
 from reft.wire.slot_format import CAPSULE_MAX
 
 
@@ -75,19 +76,21 @@ class HostState:
             "random": random_state.take(),
         }
 
-    def check_size(self) -> None:
+    def check_size(self, names: NameTable) -> None:
         """Encodes the tree once, before training, to check its size.
+
+        Args:
+            names: this rank's names in the manifest.
 
         Raises:
             UnsupportedState: a value has a type that cannot be stored, or the tree exceeds the
                 capsule's limit.
         """
-        size = len(serialization.encode(self.capture(0)))
+        size = len(serialization.encode(self.capture(0), names))
         if size > CAPSULE_MAX:
             raise UnsupportedState(
-                f"the small host state has {size} bytes, with the names of {len(self._names)} parameters; the limit "
-                f"is {CAPSULE_MAX}.",
-                "keep large values as tensors in a module, and pass that in state=; merge small parameters, or shorten names",
+                f"the small host state has {size} bytes, for {len(self._names)} parameters; the limit is {CAPSULE_MAX}.",
+                "keep large values as tensors in a module, and pass that in state=",
             )
 
     def holds(self, parameter: int) -> bool:

@@ -1,8 +1,9 @@
 """Serialization of small state: trees without live values, and the bytes of such a tree.
 
 An optimizer may count in Python numbers (`state[p]["step"] += 1`). Such numbers appear at the first
-step, one for each parameter. Stored under each parameter's name, they could make a capsule too
-large that was small enough at attach. So `encode` stores the most common value once.
+step, one for each parameter. Stored for each parameter, they could make a capsule too large that
+was small enough at attach. So `encode` stores the most common value once. Names of parameters are
+written as numbers of the manifest's names (`reft.wire.capsule_format`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 from reft.client.memory.cuda import HostCopy
 from reft.errors import RestoreError, UnsupportedState
 from reft.wire import capsule_format
-from reft.wire.capsule_format import TensorBytes
+from reft.wire.capsule_format import NO_NAMES, NameTable, TensorBytes
 
 _DICTS = (dict, Counter, OrderedDict)
 
@@ -94,24 +95,28 @@ OPTIMIZER_KEYS = {"class", "groups", "scalars"}  # of the tree of a torch optimi
 REPR_IS_EXACT = (bool, int, float, str, type(None))  # types whose repr is exact
 
 
-def encode(tree: Mapping[str, Any]) -> bytes:
+def encode(tree: Mapping[str, Any], names: NameTable = NO_NAMES) -> bytes:
     """Returns the tree as the capsule's bytes.
+
+    Args:
+        tree: the host state of one rank.
+        names: the rank's names in the manifest.
 
     Raises:
         UnsupportedState: a value has a type that cannot be stored.
     """
     return capsule_format.encode(
-        {**tree, "subjects": {prefix: _compact(saved) for prefix, saved in tree["subjects"].items()}}
+        {**tree, "subjects": {prefix: _compact(saved) for prefix, saved in tree["subjects"].items()}}, names
     )
 
 
-def decode(data: bytes) -> dict[str, Any]:
+def decode(data: bytes, names: NameTable = NO_NAMES) -> dict[str, Any]:
     """Returns the tree that was given to `encode`.
 
     Raises:
-        FormatError: the bytes are not those of a capsule.
+        FormatError: the bytes are not those of a capsule, or other names were given to `encode`.
     """
-    tree = capsule_format.decode(data)
+    tree = capsule_format.decode(data, names)
     return {**tree, "subjects": {prefix: _expand(saved) for prefix, saved in tree["subjects"].items()}}
 
 

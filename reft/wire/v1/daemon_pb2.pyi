@@ -85,7 +85,7 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "mismatched", "tables", "layouts", "trained_s", "failures")
+    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "mismatched", "tables", "layouts", "packed_tables", "trained_s", "failures")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Manifest(_message.Message):
     MISMATCHED_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    PACKED_TABLES_FIELD_NUMBER: _ClassVar[int]
     TRAINED_S_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     job: str
@@ -118,9 +119,10 @@ class Manifest(_message.Message):
     mismatched: _containers.RepeatedScalarFieldContainer[str]
     tables: _containers.RepeatedScalarFieldContainer[bytes]
     layouts: _containers.RepeatedCompositeFieldContainer[RankLayout]
+    packed_tables: _containers.RepeatedScalarFieldContainer[bytes]
     trained_s: float
     failures: int
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., packed_tables: _Optional[_Iterable[bytes]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class RankLayout(_message.Message):
     __slots__ = ("table", "cuts", "digest")
@@ -143,17 +145,19 @@ class Decision(_message.Message):
     def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., known: _Optional[_Iterable[_Union[Epoch, _Mapping]]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol", "job", "agent_pid")
+    __slots__ = ("protocol", "oldest", "job", "agent_pid")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     AGENT_PID_FIELD_NUMBER: _ClassVar[int]
     protocol: int
+    oldest: int
     job: str
     agent_pid: int
-    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., agent_pid: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., oldest: _Optional[int] = ..., job: _Optional[str] = ..., agent_pid: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "node", "node_id", "addresses", "version", "pid", "domain", "held", "local_socket", "tls", "unattended")
+    __slots__ = ("protocol", "node", "node_id", "addresses", "version", "pid", "domain", "held", "local_socket", "tls", "unattended", "oldest")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +169,7 @@ class HelloReply(_message.Message):
     LOCAL_SOCKET_FIELD_NUMBER: _ClassVar[int]
     TLS_FIELD_NUMBER: _ClassVar[int]
     UNATTENDED_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     node_id: str
@@ -176,7 +181,8 @@ class HelloReply(_message.Message):
     local_socket: str
     tls: bool
     unattended: bool
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., local_socket: _Optional[str] = ..., tls: bool = ..., unattended: bool = ...) -> None: ...
+    oldest: int
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., local_socket: _Optional[str] = ..., tls: bool = ..., unattended: bool = ..., oldest: _Optional[int] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("job", "launch", "pids", "end_orphans", "known")
@@ -877,19 +883,21 @@ class BeatReply(_message.Message):
     def __init__(self, reports: _Optional[_Iterable[_Union[NodeReport, _Mapping]]] = ..., last_heard: _Optional[_Iterable[_Union[LastHeard, _Mapping]]] = ...) -> None: ...
 
 class LocalRequest(_message.Message):
-    __slots__ = ("report", "slots", "who", "protocol")
+    __slots__ = ("report", "slots", "who", "protocol", "oldest")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     WHO_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
     report: ReportRequest
     slots: SlotsRequest
     who: bool
     protocol: int
-    def __init__(self, report: _Optional[_Union[ReportRequest, _Mapping]] = ..., slots: _Optional[_Union[SlotsRequest, _Mapping]] = ..., who: bool = ..., protocol: _Optional[int] = ...) -> None: ...
+    oldest: int
+    def __init__(self, report: _Optional[_Union[ReportRequest, _Mapping]] = ..., slots: _Optional[_Union[SlotsRequest, _Mapping]] = ..., who: bool = ..., protocol: _Optional[int] = ..., oldest: _Optional[int] = ...) -> None: ...
 
 class LocalReply(_message.Message):
-    __slots__ = ("report", "descriptors", "caller", "calls", "status", "error", "protocol")
+    __slots__ = ("report", "descriptors", "caller", "calls", "status", "error", "protocol", "oldest")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
@@ -897,6 +905,7 @@ class LocalReply(_message.Message):
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
     report: ReportReply
     descriptors: int
     caller: Caller
@@ -904,7 +913,8 @@ class LocalReply(_message.Message):
     status: int
     error: str
     protocol: int
-    def __init__(self, report: _Optional[_Union[ReportReply, _Mapping]] = ..., descriptors: _Optional[int] = ..., caller: _Optional[_Union[Caller, _Mapping]] = ..., calls: _Optional[int] = ..., status: _Optional[int] = ..., error: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
+    oldest: int
+    def __init__(self, report: _Optional[_Union[ReportReply, _Mapping]] = ..., descriptors: _Optional[int] = ..., caller: _Optional[_Union[Caller, _Mapping]] = ..., calls: _Optional[int] = ..., status: _Optional[int] = ..., error: _Optional[str] = ..., protocol: _Optional[int] = ..., oldest: _Optional[int] = ...) -> None: ...
 
 class SlotsRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank", "returned", "slots")

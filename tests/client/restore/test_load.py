@@ -31,6 +31,7 @@ from reft.core.recovery.plan import DecodeOperation, SlotReaders, TransferSizes
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
 from reft.core.recovery.walk import OPERATIONS_MAX
 from reft.errors import FormatError, LayoutChanged, RestoreError
+from reft.wire.capsule_format import NO_NAMES
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.loads import CHUNK, CLEAN, SMALL, Job, blank, every_loss, few, mixed, random
@@ -210,7 +211,7 @@ def test_a_slot_or_capsule_damaged_at_open_is_reported_without_an_error(rank):
     opener = SlotOpener(SimpleNamespace(take=torn), SimpleNamespace(capsule=torn, own="ab"[rank]))
     nothing = dict.fromkeys(("tracked", "tensor_index", "host", "buffer"))
     context = RestoreContext(
-        plan, job.placement, rank, {"a": [0], "b": [1]}, opener, **nothing, decoder=StripeDecoder()
+        plan, job.placement, [NO_NAMES] * 2, rank, {"a": [0], "b": [1]}, opener, **nothing, decoder=StripeDecoder()
     )
     assert Restore(context, ()).open()[1] == OpenReport((rank,))
 

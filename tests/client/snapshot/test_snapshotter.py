@@ -32,6 +32,7 @@ from reft.core.pipeline.pacing import Tier
 from reft.errors import NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import capsule_format
+from reft.wire.capsule_format import NO_NAMES
 from reft.wire.messages import places_from
 from reft.wire.slot_format import Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
@@ -100,7 +101,7 @@ class Rank:
         self.copy_engine, self.reporter = copy_engine or CpuCopyEngine([]), FakeReporter()
         self.slots = RankSlots(FakeSlots(3, self.placement.rank_placement(0).data_bytes).slots, None, 0, wanted=3)
         self.snapshots = Snapshotter(
-            SnapshotFacts(0, NEW, self.placement, 0, Failpoints()), base,
+            SnapshotFacts(0, NEW, self.placement, NO_NAMES, 0, Failpoints()), base,
             SavePlanner(self.tracked, self.placement, 0, self.copy_engine.parity_tiling),
             HostState(self.tracked, state or {}), self.copy_engine, self.reporter, self.slots, SnapshotHistory(),
         )  # fmt: skip

@@ -392,7 +392,7 @@ def test_capsules_of_strangers_and_of_older_epochs_are_refused(job):
 
 def test_a_manifest_without_a_placement_is_refused(start):
     job = held_job([start()])
-    job.manifest.tables[0] = b"\xff\xff"
+    job.manifest.packed_tables[0] = b"\xff\xff"
     with pytest.raises(grpc.RpcError) as error:
         job.decide()
     assert error.value.code() in (Code.DATA_LOSS, Code.INVALID_ARGUMENT)

@@ -15,6 +15,7 @@ from reft.core.commit.slots import SlotState
 from reft.errors import AttachError
 from reft.wire import local_socket, messages
 from reft.wire.inventory import JobSurvey
+from reft.wire.slot_format import PAGE, READABLE
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import CHUNK, Code, Job, Trainer, data_of, refused, slot_path, write
@@ -281,6 +282,27 @@ def test_a_damaged_slot_is_renamed_and_never_offered(daemon, trainer, damage):
     assert "rank-0.slot-0 can't be used" in daemon.log.read_text()
     assert [each.name for each in path.parent.glob("*.bad")] == ["rank-0.slot-0.bad"]
     assert len(job.lease(0, trainer.pid)) == 2  # the rank gets a new slot
+
+
+def test_a_slot_of_a_newer_format_is_set_aside_and_found_again(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    for step, slot in enumerate(job.slots(0, trainer.pid), 1):
+        write(slot, job.version(step))
+    daemon.kill()
+    path = slot_path(daemon, "rank-0.slot-0")
+    written = path.read_bytes()
+    newer = bytearray(written)
+    for at in (0, PAGE):
+        newer[at + 8 : at + 10] = (READABLE[-1] + 1).to_bytes(2, "little")
+    path.write_bytes(newer)
+    daemon.start()
+    assert set(job.headers()) == {"rank-0.slot-1"}
+    aside = path.with_name(f"{path.name}.format-{READABLE[-1] + 1}")
+    assert aside.read_bytes() == newer and "format 4.0; this reft reads 2 and 3" in daemon.log.read_text()
+    daemon.kill()
+    aside.with_suffix(f".format-{READABLE[-1]}").write_bytes(written)  # as if a reft that reads 4 came
+    daemon.start()
+    assert set(job.headers()) == {"rank-0.slot-0", "rank-0.slot-1"} and path.read_bytes() == written
 
 
 @pytest.mark.parametrize("record", [b"", b"\xff\xff\xff", "of another job", "no such node"])

@@ -1,8 +1,9 @@
-"""Makes the golden slot files of format 2.0, one for each state: python tests/wire/golden/make.py
+"""Makes the golden slot files of format 3.0, one for each state: python tests/wire/golden/make.py
 
 The files are gzipped, since a slot has a megabyte of space for its capsule. A test makes the files
 again and compares them byte for byte. So a change of the format shows as a failure, not as a file
-that can't be read any more. One file of format 1.0 is left, which readers refuse.
+that can't be read any more. A sealed file of format 2.0 is left, which readers read, and one of
+format 1.0, which readers refuse.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ VERSION = Version(Epoch(3, bytes(range(16))), 1234)
 GEOMETRY = Geometry(table_capacity=4096, data_capacity=12288, chunk_bytes=4096)
 JOB, RANK = "golden-job.1", 5
 TREE = {"step": 1234, "random": (1, 2, -3.5), "seed": b"\x00\xff", "order": np.arange(4, dtype="<i8")}
-
+NAMES = capsule_format.NameTable(tuple(f"model.0.{i}" for i in range(6)))
+NAMED_TREE = {**TREE, "params": [*NAMES.names[:4], "a name in full", NAMES.names[5]], "riders": {NAMES.names[1]: b"x"}}
 
 # pb.INLINE, pb.CELL; the other leaves are UNREPLICATED.
 PLACES = {"model.0.running_mean": 2, "model.0.shared": 1}
@@ -59,7 +61,7 @@ def make(state: str) -> np.ndarray:
         return slot
     held = layout()
     map_.begin(VERSION, held.digest, table_to(held, PLACES), held.data_bytes)
-    map_.put_capsule(capsule_format.encode(TREE))
+    map_.put_capsule(capsule_format.encode(NAMED_TREE, NAMES))
     map_.data[: held.data_bytes // 2] = payload()[: held.data_bytes // 2]
     if state == "writing":
         return slot
@@ -71,7 +73,7 @@ def make(state: str) -> np.ndarray:
 
 
 def path_of(state: str) -> Path:
-    return FOLDER / f"slot-2.0-{state}.gz"
+    return FOLDER / f"slot-3.0-{state}.gz"
 
 
 def read(state: str) -> np.ndarray:
