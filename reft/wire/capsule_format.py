@@ -85,14 +85,14 @@ class NameRun(NamedTuple):
 
 
 class _Writer(NamedTuple):
-    """The parts of a capsule that grow while a tree is packed, and the numbers of names."""
+    """The growing parts of a capsule, and the numbers of names."""
 
     blob: bytearray
     numbers: Mapping[str, int]
 
 
 class _Reader(NamedTuple):
-    """The parts of a capsule that a tree's nodes refer to; without names runs stay runs."""
+    """The parts of a capsule that a tree's nodes refer to."""
 
     blob: memoryview
     names: tuple[str, ...] | None

@@ -71,7 +71,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class UnknownFormat(FormatError):
-    """A slot has a format that this reft does not read; another reft may read the slot.
+    """A slot has a format that this reft does not read.
 
     Args:
         major: the slot's major number.

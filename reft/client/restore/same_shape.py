@@ -81,7 +81,7 @@ def needs_of_own_leaves(rank: int, own: OldRank, nbytes_of: Mapping[str, int]) -
 def plan_for_itself(
     needs: Sequence[PieceTransfer], placement: Placement, rank: int, readers: SlotReaders, sizes: TransferSizes
 ) -> TransferPlan:
-    """Returns the plan of a rank that reads its own slot and capsule, on any node."""
+    """Returns the plan of a rank that reads its own slot and capsule."""
     itself = SlotReaders({rank: rank}, {rank: rank}, {rank: ""}, readers.node_of_rank)
     return TransferPlan(needs, placement, itself, sizes=sizes)
 
