@@ -47,12 +47,11 @@ from bench import common, result
 from bench.options import count, listed, output
 from bench.result import Row
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.executor import LiveTarget
-from reft.client.restore.load import LoadReport, chunk_verifier, load
+from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import GlooTransport
-from reft.client.restore.verify import PeerMessages
+from reft.client.restore.verify import PeerMessages, chunk_verifier
 from reft.core.coding.placement import Placement
 from reft.core.recovery.plan import (
     DecodeOperation,
@@ -179,8 +178,7 @@ class Rank:
             old: SlotReader(slot, part.unreplicated_offset, lambda chunk: None) for old, slot in self.slots.items()
         }
         is_lost = self.rank in self.case.lost
-        report = load(
-            self.plan.operations(self.rank),
+        executor = TransferExecutor(
             self.plan.sizes,
             CHUNK,
             PeerMessages(GlooTransport(self.group, DEADLINE_S), self.rank),
@@ -189,6 +187,7 @@ class Rank:
             StripeDecoder(),
             verifiers={self.rank: chunk_verifier(self.placement, self.rank, self.digests)} if is_lost else {},
         )
+        report = executor.load(self.plan.operations(self.rank))
         if report != LoadReport():
             raise RuntimeError(f"rank {self.rank}: {report}")
 

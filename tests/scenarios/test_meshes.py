@@ -19,11 +19,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.executor import LiveTarget
-from reft.client.restore.load import LoadReport, chunk_verifier, load
+from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
-from reft.client.restore.verify import PeerMessages
+from reft.client.restore.verify import PeerMessages, chunk_verifier
 from reft.client.state.extract.dtensor import region_of
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.parameters import NamedParameter, ParameterNames
@@ -162,8 +161,9 @@ def target_of(placement: Placement, rank: int, tensors: Tensors) -> LiveTarget:
         offsets[leaf.name] = end + at
     leaves += own.leaves
     places += [end + at for at in own.offsets]
-    absent = {leaf.name for leaf in leaves} - tensors.keys()
-    return LiveTarget(FlatTensorView(leaves, places, tensors, absent), offsets)
+    present = [(leaf, at) for leaf, at in zip(leaves, places, strict=True) if leaf.name in tensors]
+    view = FlatTensorView([leaf for leaf, _ in present], [at for _, at in present], tensors)
+    return LiveTarget(view, offsets)
 
 
 def read_back(
@@ -197,9 +197,8 @@ def read_back(
         decoder = StripeDecoder()
         target = target_of(placement, rank, made[rank])
         peers = PeerMessages(box.of(rank), rank)
-        result = load(
-            transfers.operations(rank), SMALL, placement.chunk_bytes, peers, read, target, decoder, verifiers=verifiers
-        )
+        executor = TransferExecutor(SMALL, placement.chunk_bytes, peers, read, target, decoder, verifiers=verifiers)
+        result = executor.load(transfers.operations(rank))
         with torch.no_grad():  # inline leaves travel in the capsule
             for name in placement.division.inline_leaves[placement.division.layout_of[rank]]:
                 if name in made[rank]:

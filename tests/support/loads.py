@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.executor import LiveTarget
-from reft.client.restore.load import LoadReport, chunk_verifier, load
+from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
-from reft.client.restore.verify import PeerMessages
+from reft.client.restore.verify import PeerMessages, chunk_verifier
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Leaf, align
 from reft.core.recovery.plan import SlotReaders, TransferPlan, TransferSizes, cell_name, cells_near, same_shape_needs
@@ -137,7 +136,8 @@ class Job:
         decoder = self.decoder()
         target = self.target(rank, decoder, absent)
         peers = PeerMessages(transport, rank)
-        return load(plan.operations(rank), sizes, CHUNK, peers, slots, target, decoder, verifiers=verifiers)
+        executor = TransferExecutor(sizes, CHUNK, peers, slots, target, decoder, verifiers=verifiers)
+        return executor.load(plan.operations(rank))
 
     def target(self, rank: int, decoder: StripeDecoder, absent: Collection[str] = ()) -> LiveTarget:
         """Returns a rank's live memory, cell after cell."""
@@ -150,7 +150,9 @@ class Job:
             places += [end + offset for offset in cell.offsets]
             end = align(end + cell.nbytes)
         copies, device = decoder.begin(), getattr(decoder, "device", None)
-        return LiveTarget(FlatTensorView(leaves, places, self.live[rank], absent, copies, device), offsets)
+        present = [(leaf, at) for leaf, at in zip(leaves, places, strict=True) if leaf.name not in absent]
+        view = FlatTensorView([leaf for leaf, _ in present], [at for _, at in present], self.live[rank], copies, device)
+        return LiveTarget(view, offsets)
 
     def cell_names(self, rank: int) -> list[str]:
         division = self.placement.division

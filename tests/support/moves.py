@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.executor import LiveTarget
-from reft.client.restore.load import LoadReport, chunk_verifier, load
+from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
+from reft.client.restore.opened import OldRank, RestoreMatch
+from reft.client.restore.restore import inline_leaves
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
-from reft.client.restore.verify import PeerMessages
+from reft.client.restore.verify import PeerMessages, chunk_verifier
 from reft.core.layout.layout import pack
 from reft.core.recovery.gather import group_lanes, undecodable
 from reft.core.recovery.plan import SlotReaders, TransferPlan, TransferSizes, is_made
@@ -87,19 +88,14 @@ class Move:
                 if old not in lost and plan.readers.is_near(old, rank)
             }
             kept = [old for old, keeper in plan.readers.keeper_of.items() if keeper == rank]
-            inline = {
-                old: np.frombuffer(
-                    bytearray(b"".join(self.inline_leaves[old][name] for name, _, _ in plan.inline_extents(old))),
-                    np.uint8,
-                )
-                for old in kept
-            }
+            capsules = {old: OldRank({"riders": self.inline_leaves[old]}, ()) for old in kept}
+            inline = inline_leaves(RestoreMatch(capsules, (), (plan,), layout, {}, {}))
             digests = {old: self.slots[old].digests[: self.slots[old].chunks].tobytes() for old in kept}
             verifiers = {old: chunk_verifier(self.placement, old, digests[old]) for old in kept if old in plan.lost}
             peers = PeerMessages(box.of(rank), rank)
-            return load(
-                plan.operations(rank), sizes, CHUNK, peers, slots, target, decoder or StripeDecoder(), inline, verifiers
-            )
+            made = decoder or StripeDecoder()
+            executor = TransferExecutor(sizes, CHUNK, peers, slots, target, made, inline, verifiers)
+            return executor.load(plan.operations(rank))
 
         return on_all(self.new.world, one)
 

@@ -73,8 +73,7 @@ def _empty_rows(stripe_slice: StripeSlice) -> Bytes:
 async def _fill(rows: Bytes, operation: ReadOperation, read: ReadBytes) -> None:
     """Fills the rows of one shard: one call for each run of its slot's bytes."""
     for part in operation.parts:
-        old, new, nbytes = (numbers.tolist() for numbers in part.need.copy.within(part.begin, part.end))
-        for begin, at, size in zip(old, new, nbytes, strict=True):
+        for begin, at, size in part.need.copy.within(part.begin, part.end).rows():
             await read(operation.owner, part.at - part.begin + begin, rows[at : at + size])
 
 
@@ -82,11 +81,7 @@ def _decode(stripe_slice: StripeSlice, rows: Bytes, slots: Mapping[int, SlotFile
     """Computes the made packets of a slice from its rows, in their slots."""
     lane, width, packets = stripe_slice.lane, stripe_slice.width, rows.reshape(-1, stripe_slice.width)
     program = make_program(lane.code, stripe_slice.read.shards, [made.shard for made in stripe_slice.made])
-    outputs = []
-    for made in stripe_slice.made:
-        for packet in range(lane.code.w):
-            begin = made.offset + packet * lane.packet_bytes + stripe_slice.begin
-            outputs.append(slots[made.owner].map.data[begin : begin + width])
+    outputs = [slots[owner].map.data[begin : begin + width] for owner, begin in stripe_slice.made_packets()]
     run_columns(program, [packets[stripe_slice.row(shard) + packet] for shard, packet in program.inputs], outputs)
 
 

@@ -18,7 +18,7 @@ All calls of CUDA are behind `Device`, so this code also runs without CUDA.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from itertools import islice
 
 import torch
 
@@ -59,10 +59,10 @@ class StripeDecoder:
         row = _row(stripe_slice, rows, shard, packet)
         if shard not in stripe_slice.live:
             return row
-        begin, end = _live_range(stripe_slice, shard, packet)
+        begin, end = stripe_slice.cell_range(shard, packet)
         view = live.view(base + begin, base + end) if end - begin == stripe_slice.width else None
         if view is None:
-            live.read(base + begin, row[: end - begin])
+            live.read(base + begin, torch.from_numpy(row[: end - begin]))
             row[end - begin :] = 0
         return row if view is None else view
 
@@ -113,8 +113,8 @@ class DeviceDecoder(StripeDecoder):
                     self._device_input(stripe_slice, rows, live, base, first, next(scratch_rows), *packet)
                     for packet in program.inputs
                 ]
-                outputs = [next(scratch_rows) for _ in program.outputs]
-                run(program, inputs, outputs, _take(scratch_rows, program.scratch), TORCH)
+                outputs = list(islice(scratch_rows, len(program.outputs)))
+                run(program, inputs, outputs, list(islice(scratch_rows, program.scratch)), TORCH)
                 for result, output in zip(results, outputs, strict=True):
                     torch.from_numpy(result[first : first + n]).copy_(output, non_blocking=True)
             done = self._streams.record_side()
@@ -128,11 +128,11 @@ class DeviceDecoder(StripeDecoder):
         if shard not in stripe_slice.live:
             row = _row(stripe_slice, rows, shard, packet)[first : first + n]
             return scratch.copy_(torch.from_numpy(row), non_blocking=True)
-        begin, end = _live_range(stripe_slice, shard, packet)
+        begin, end = stripe_slice.cell_range(shard, packet)
         begin, end = min(begin + first, end), min(begin + first + n, end)
         view = live.device_view(base + begin, base + end) if end - begin == n else None
         if view is None:
-            live.gather(base + begin, scratch[: end - begin])
+            live.read(base + begin, scratch[: end - begin])
             scratch[end - begin :].zero_()
         return scratch if view is None else view
 
@@ -170,17 +170,3 @@ def _row(stripe_slice: StripeSlice, rows: Bytes, shard: int, packet: int) -> Byt
     """Returns the memory of a read packet's columns."""
     at = (stripe_slice.row(shard) + packet) * stripe_slice.width
     return rows[at : at + stripe_slice.width]
-
-
-def _live_range(stripe_slice: StripeSlice, shard: int, packet: int) -> tuple[int, int]:
-    """Returns the byte range of a packet's columns in the cell, without padding."""
-    lane = stripe_slice.lane
-    # With k = 1 every shard has the same bytes.
-    begin, _ = lane.data_range(stripe_slice.read.stripe, shard if lane.code.k > 1 else 0)
-    begin += packet * lane.packet_bytes + stripe_slice.begin
-    limit = lane.begin + lane.nbytes
-    return min(begin, limit), min(begin + stripe_slice.width, limit)
-
-
-def _take(rows: Iterator[torch.Tensor], count: int) -> list[torch.Tensor]:
-    return [next(rows) for _ in range(count)]

@@ -1,9 +1,11 @@
-"""Carries out one rank's transfer operations: the trainer's driver of `reft.core.recovery.walk`.
+"""Loads one rank's state by its transfer operations: the trainer's driver of `recovery.walk`.
 
-    read       slot's file ─► digests ─► live memory, message, or a buffer for several of them
+    read       slot's file ─► digests ─► live memory, a message, or a buffer for several of them
     receive    message ─► live memory, or a buffer ─► digest ─► live memory
     decode     columns of k shards ─► made packets          in helper threads, as reads are
     emit       made packets ─► chunk digests ─► live memory and messages
+
+    then  ─► LoadReport: damaged slots; faults of messages, of decoding, of copies to a device
 
 Invariants
   1. A chunk is compared with its digest before it is sent or counts. A message is compared where
@@ -15,20 +17,23 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.gather_scatter import gather, scatter
 from reft.client.restore.slot_reader import ReadSegment, SlotReader
-from reft.client.restore.tensor_view import FlatTensorView
+from reft.client.restore.tensor_view import FlatTensorView, gather
 from reft.client.restore.transport import Work
 from reft.client.restore.verify import ChunkVerifier, PeerMessages, message_digest
+from reft.console import say
+from reft.core.budget import format_bytes
 from reft.core.layout.regions import ByteRuns
 from reft.core.recovery.plan import (
     DecodeOperation,
@@ -49,6 +54,46 @@ from reft.wire.slot_format import Bytes
 THREADS = 2  # one core nearly saturates memory; the second hides page faults
 NOTHING_KNOWN: Mapping[int, int] = MappingProxyType({})
 SEGMENTS_MAX = 1024  # with more runs, one read into a buffer is faster
+PROGRESS_S = 5.0  # a load that takes longer says so, this often
+NO_RANK = -1
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one rank tells all ranks of the bytes that it read, received and decoded.
+
+    Attributes:
+        damaged: old ranks whose slots are damaged.
+        faults: what went wrong with bytes that were right when they were read → the old rank whose
+            bytes they were; NO_RANK if another source would not help.
+    """
+
+    damaged: tuple[int, ...] = ()
+    faults: dict[str, int] = field(default_factory=dict)
+
+
+class LoadProgress:
+    """Prints how far a long load is.
+
+    Args:
+        total: bytes to place.
+        speaks: whether this rank prints.
+    """
+
+    def __init__(self, total: int, speaks: bool) -> None:
+        self._total, self._speaks = total, speaks
+        self._done = 0
+        self._began = self._said = time.monotonic()
+
+    def add(self, nbytes: int) -> None:
+        """Counts placed bytes; prints a line after each PROGRESS_S."""
+        self._done += nbytes
+        now = time.monotonic()
+        if self._speaks and now - self._said >= PROGRESS_S:
+            self._said = now
+            rate = self._done / (now - self._began)
+            rest = f", about {(self._total - self._done) / rate:.0f} s left" if rate else ""
+            say(f"restores: {format_bytes(self._done)} of {format_bytes(self._total)} of this rank's state{rest}.")
 
 
 class BufferPool:
@@ -59,7 +104,9 @@ class BufferPool:
         self._free: list[Bytes] = []
 
     def take(self, nbytes: int) -> Bytes:
-        """Returns a buffer of at least `nbytes`."""
+        """Returns a buffer of at least `nbytes`; small ones are not used again."""
+        if nbytes * 4 <= self._nbytes:
+            return np.empty(nbytes, np.uint8)
         try:
             if nbytes <= self._nbytes:
                 return self._free.pop()
@@ -86,15 +133,23 @@ class LiveTarget:
     offsets: Mapping[str, int]
 
 
+class _PackedMessage(NamedTuple):
+    """A message's bytes, verified, and their digest."""
+
+    data: Bytes
+    digest: int
+    receivers: tuple[int, ...]
+
+
 @dataclass
 class _PendingOperation:
     """What an operation under way holds."""
 
-    reading: Future[None] | None = None
+    reading: Future[list[_PackedMessage]] | None = None
     receiving: Bytes | None = None
-    outgoing: list[tuple[Bytes, int, OutgoingMessage]] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     buffers: list[Bytes] = field(default_factory=list)
+    made: Bytes | None = None  # packets of a slice; they belong to no pool
 
 
 @dataclass
@@ -106,49 +161,59 @@ class _SliceMemory:
     decoding: Future[None] | None = None
 
 
+@dataclass
 class TransferExecutor:
-    """Carries out the operations of one rank; see the module.
+    """Fills this rank's live memory, and serves the other ranks; see the module.
 
     Args:
-        sizes: of the plan.
-        chunk_bytes: size of the slots' chunks.
+        sizes: of the plan; the same on all ranks.
+        chunk_bytes: size of the slots' chunks; the same on all ranks.
         peers: messages to and from other ranks.
         slots: old rank → its slot, for the slots that this rank reads.
-        inline_leaves: old rank → its needed inline leaves, end to end.
-        verifiers: old rank → verifier of its lost slot, for the slots that this rank makes.
         target: live memory.
         decoder: makes lost shards.
-        at_progress: called with the bytes placed by each finished operation.
+        inline_leaves: old rank → its needed inline leaves, end to end.
+        verifiers: old rank → verifier of its lost slot, for the slots that this rank makes.
     """
 
-    def __init__(
-        self,
-        sizes: TransferSizes,
-        chunk_bytes: int,
-        peers: PeerMessages,
-        slots: Mapping[int, SlotReader],
-        inline_leaves: Mapping[int, Bytes],
-        verifiers: Mapping[int, ChunkVerifier],
-        target: LiveTarget,
-        decoder: StripeDecoder,
-        at_progress: Callable[[int], object],
-    ) -> None:
-        self._sizes, self._chunk_bytes, self._peers = sizes, chunk_bytes, peers
-        self._slots, self._inline_leaves = slots, inline_leaves
-        self._verifiers, self._target, self._decoder, self._at_progress = verifiers, target, decoder, at_progress
-        self._pending: dict[TransferOperation, _PendingOperation] = {}
-        self._slices: dict[StripeSlice, _SliceMemory] = {}
-        self._buffers = BufferPool(sizes.piece, target.flat_view.is_on_device and torch.cuda.is_available())
+    sizes: TransferSizes
+    chunk_bytes: int
+    peers: PeerMessages
+    slots: Mapping[int, SlotReader]
+    target: LiveTarget
+    decoder: StripeDecoder
+    inline_leaves: Mapping[int, Bytes] = field(default_factory=dict)
+    verifiers: Mapping[int, ChunkVerifier] = field(default_factory=dict)
+    _pending: dict[TransferOperation, _PendingOperation] = field(default_factory=dict)
+    _slices: dict[StripeSlice, _SliceMemory] = field(default_factory=dict)
 
-    def run(self, operations: Iterable[TransferOperation]) -> None:
-        """Runs the operations of this rank, in list order.
+    def __post_init__(self) -> None:
+        view = self.target.flat_view
+        self._buffers = BufferPool(self.sizes.piece, view.is_on_device and torch.cuda.is_available())
+        self._progress = LoadProgress(view.nbytes, self.peers.rank == 0)
+
+    def load(self, operations: Iterable[TransferOperation]) -> LoadReport:
+        """Runs the operations of this rank, in list order; all ranks call it together.
 
         Raises:
             RestoreError: a peer is gone, or a slot on another node can't be read.
+            ValueError: a stripe can't be decoded from the slots at hand.
         """
+        self._run(operations)
+        faults = {text: owner for owner, text in self.peers.compare().items()}
+        for old, verifier in self.verifiers.items():
+            if wrong := verifier.finish():
+                text = f"chunk {wrong[0]} of rank {old}, decoded from its peers, differs from the saved bytes"
+                faults[text] = NO_RANK
+        if not self.target.flat_view.are_copies_right():
+            faults[f"rank {self.peers.rank}'s device holds other bytes than were copied to it"] = NO_RANK
+        self.target.flat_view.finish()
+        return LoadReport(tuple(sorted(old for old, slot in self.slots.items() if slot.is_bad)), faults)
+
+    def _run(self, operations: Iterable[TransferOperation]) -> None:
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load")
         try:
-            for phase, operation in walk(operations, self._sizes):
+            for phase, operation in walk(operations, self.sizes):
                 if phase is WalkPhase.START:
                     assert isinstance(operation, ReadOperation), "only reads start early"
                     pending = self._begin(operation, operation.slice)
@@ -186,24 +251,21 @@ class TransferExecutor:
         elif isinstance(operation, EmitOperation):
             self._emit(operation)
         elif isinstance(operation, ReadOperation) and operation.messages:
-            self._send(self._pending[operation], operation.owner)
+            pending = self._pending[operation]
+            assert pending.reading is not None, "a read was started"
+            self._send(pending, operation.owner, pending.reading.result())
 
-    def _send(self, pending: _PendingOperation, owner: int) -> None:
-        """Posts the messages of an operation, once their bytes are verified."""
-        if pending.reading is not None:
-            pending.reading.result()
-        for data, digest, message in pending.outgoing:
-            pending.works += [self._peers.send(data, digest, to, owner) for to in message.receivers]
+    def _send(self, pending: _PendingOperation, owner: int, messages: Iterable[_PackedMessage]) -> None:
+        for message in messages:
+            pending.works += [self.peers.send(message.data, message.digest, to, owner) for to in message.receivers]
 
     def _receive(self, operation: ReceiveOperation) -> None:
         """Posts a receive: into its target if that is one run of memory."""
         pending = self._begin(operation, operation.slice)
-        into = self._run_of(operation.parts[0], operation.slice) if len(operation.parts) == 1 else None
-        if into is None:
-            pending.buffers.append(self._buffers.take(operation.nbytes))
-            into = pending.buffers[0][: operation.nbytes]
-        pending.receiving = into
-        pending.works.append(self._peers.receive(into, operation.sender))
+        pending.receiving = self._run_of(operation.parts[0], operation.slice) if len(operation.parts) == 1 else None
+        if pending.receiving is None:
+            pending.receiving = self._buffer(pending, operation.nbytes)
+        pending.works.append(self.peers.receive(pending.receiving, operation.sender))
 
     def _finish(self, operation: ReadOperation | ReceiveOperation | EmitOperation) -> None:
         pending = self._pending.pop(operation)
@@ -213,179 +275,150 @@ class TransferExecutor:
             work.wait()
         if isinstance(operation, ReceiveOperation):
             assert pending.receiving is not None, "a receive was posted"
-            at = _source_offset(operation.parts) or 0
-            digest = message_digest(pending.receiving, at, self._chunk_bytes, NOTHING_KNOWN)
-            self._peers.received(digest, operation.sender, operation.owner)
+            message = self._packed(operation.parts, pending.receiving, (), NOTHING_KNOWN)
+            self.peers.received(message.digest, operation.sender, operation.owner)
             if pending.buffers:
                 done = 0
                 for part in operation.parts:
-                    runs = _runs(part, 0)
-                    nbytes = int(runs.nbytes.sum())
-                    self._unpack(part, runs, pending.receiving[done : done + nbytes], operation.slice)
-                    done += nbytes
-        if pending.buffers:
-            self._target.flat_view.wait()
+                    self._place(part, pending.receiving[done : done + part.nbytes])
+                    done += part.nbytes
+        if pending.buffers or pending.made is not None:
+            self.target.flat_view.wait()
         for buffer in pending.buffers:
             self._buffers.give(buffer)
-        self._at_progress(sum(part.nbytes for part in operation.parts))
+        self._progress.add(sum(part.nbytes for part in operation.parts))
 
     # Reading
 
-    def _read(self, operation: ReadOperation, pending: _PendingOperation) -> None:
-        """Reads and verifies the bytes of an operation, places them and packs its messages."""
+    def _read(self, operation: ReadOperation, pending: _PendingOperation) -> list[_PackedMessage]:
+        """Reads and verifies the bytes of an operation, and places them; returns its messages."""
+        owner, parts, messages = operation.owner, operation.parts, operation.messages
         if operation.source is PieceSource.CAPSULE:
-            self._place(operation, pending, self._inline_leaves[operation.owner], 0)
-            return
-        slot = self._slots.get(operation.owner)
+            return self._distribute(pending, parts, messages, self.inline_leaves[owner], 0)
+        slot = self.slots.get(owner)
         if slot is None:  # damaged when it was opened: its bytes do not count
-            pending.outgoing += [(np.empty(message.nbytes, np.uint8), 0, message) for message in operation.messages]
-            return
-        if self._read_directly(operation, pending, slot):
-            return
-        if self._target.flat_view.is_on_device and operation.slice is None and slot.is_pinned:
+            return [_PackedMessage(np.empty(each.nbytes, np.uint8), 0, each.receivers) for each in messages]
+        if operation.slice is not None:
+            slot.read(_packed_segments(parts, self._run_of(parts[0], operation.slice)))
+            return []
+        if (segments := self._live_segments(operation)) is not None:
+            digests = slot.read(segments)
+            return [self._packed(m.parts, self._run_of(m.parts[0]), m.receivers, digests) for m in messages]
+        if not parts and len(messages) == 1 and _is_in_few_runs(messages[0].parts):
+            data = self._buffer(pending, messages[0].nbytes)
+            digests = slot.read(_packed_segments(messages[0].parts, data))
+            return [self._packed(messages[0].parts, data, messages[0].receivers, digests)]
+        if self.target.flat_view.is_on_device and slot.is_pinned:
             data, digests = slot.mapped(operation.begin, operation.end), dict[int, int]()
         else:
-            pending.buffers.append(self._buffers.take(operation.end - operation.begin))
-            data = pending.buffers[0][: operation.end - operation.begin]
+            data = self._buffer(pending, operation.end - operation.begin)
             digests = slot.read([ReadSegment(operation.begin, data)])
-        self._place(operation, pending, data, operation.begin, digests)
+        return self._distribute(pending, parts, messages, data, operation.begin, digests)
 
-    def _read_directly(self, operation: ReadOperation, pending: _PendingOperation, slot: SlotReader) -> bool:
-        """Reads to the first place where the bytes belong, and sends them from there.
+    def _live_segments(self, operation: ReadOperation) -> list[ReadSegment] | None:
+        """Returns the live memory that takes all bytes of an operation, by source offset.
 
-        Returns False if the bytes belong to several places.
+        None if some of it is not host memory, lies in too many runs, or can't be sent as it lies.
         """
-        # Several needs may take bytes of one range, each other bytes.
         own = {(id(part.need), part.at) for part in operation.parts}
-        if own and all((id(part.need), part.at) in own for message in operation.messages for part in message.parts):
-            segments = self._segments(operation.parts, operation.slice)
-            if segments is None:
-                return False
-            digests = slot.read(segments)
-            for message in operation.messages:
-                self._add_outgoing(pending, message, self._placed(message, pending), digests)
-            return True
-        runs = [_runs(part, part.at) for message in operation.messages for part in message.parts]
-        if own or len(operation.messages) > 1 or sum(len(each.old) for each in runs) > SEGMENTS_MAX:
-            return False
-        message, segments, at = operation.messages[0], [], 0
-        pending.buffers.append(self._buffers.take(message.nbytes))
-        data = pending.buffers[0][: message.nbytes]
-        for each in runs:
-            for old, nbytes in zip(each.old.tolist(), each.nbytes.tolist(), strict=True):
-                segments.append(ReadSegment(old, data[at : at + nbytes]))
-                at += nbytes
-        self._add_outgoing(pending, message, data, slot.read(segments))
-        return True
-
-    def _placed(self, message: OutgoingMessage, pending: _PendingOperation) -> Bytes:
-        """Returns the bytes of a message whose parts are in this rank's live memory."""
-        view = self._run_of(message.parts[0], None) if len(message.parts) == 1 else None
-        if view is not None:
-            return view
-        pending.buffers.append(self._buffers.take(message.nbytes))
-        data, at = pending.buffers[-1], 0
-        for part in message.parts:
-            runs = _runs(part, 0)
-            for new, nbytes in zip(runs.new.tolist(), runs.nbytes.tolist(), strict=True):
-                begin = self._target.offsets[part.need.name] + new
-                self._target.flat_view.read(begin, data[at : at + nbytes])
-                at += nbytes
-        return data[:at]
-
-    def _add_outgoing(
-        self, pending: _PendingOperation, message: OutgoingMessage, data: Bytes, digests: Mapping[int, int]
-    ) -> None:
-        at = _source_offset(message.parts)
-        known = NOTHING_KNOWN if at is None else digests
-        digest = message_digest(data, at or 0, self._chunk_bytes, known)
-        pending.outgoing.append((data, digest, message))
-
-    def _segments(self, parts: Iterable[NeededRange], stripe_slice: StripeSlice | None) -> list[ReadSegment] | None:
-        """Returns the memory of all parts, by source offset.
-
-        None if some of it is not host memory, or lies in too many runs.
-        """
-        segments = []
-        for part in parts:
-            runs = _runs(part, part.at)
-            if len(runs.old) > SEGMENTS_MAX:
+        for message in operation.messages:
+            part = message.parts[0]
+            if len(message.parts) > 1 or (id(part.need), part.at) not in own or self._run_of(part) is None:
                 return None
-            for old, new, nbytes in zip(runs.old.tolist(), runs.new.tolist(), runs.nbytes.tolist(), strict=True):
-                if stripe_slice is not None:
-                    segments.append(ReadSegment(old, self._slices[stripe_slice].rows[new : new + nbytes]))
-                    continue
-                begin = self._target.offsets[part.need.name] + new
-                for memory, first, last, at in self._target.flat_view.parts(begin, begin + nbytes):
+        if not _is_in_few_runs(operation.parts):
+            return None
+        segments = []
+        for part in operation.parts:
+            for old, new, nbytes in _runs(part, part.at).rows():
+                begin = self.target.offsets[part.need.name] + new
+                for memory, first, last, at in self.target.flat_view.parts(begin, begin + nbytes):
                     if isinstance(memory, torch.Tensor):
                         return None
                     segments.append(ReadSegment(old + at, memory[first:last]))
         return segments
 
-    def _place(
+    def _distribute(
         self,
-        operation: ReadOperation | EmitOperation,
         pending: _PendingOperation,
+        parts: Iterable[NeededRange],
+        messages: Iterable[OutgoingMessage],
         data: Bytes,
         begin: int,
         digests: Mapping[int, int] = NOTHING_KNOWN,
-    ) -> None:
-        """Places the parts that this rank needs, and packs the messages to others.
+    ) -> list[_PackedMessage]:
+        """Places the parts that this rank needs; returns the messages to others.
 
         Args:
-            operation: whose parts and messages.
-            pending: takes the packed messages.
+            pending: takes the buffers.
+            parts: what this rank needs.
+            messages: what other ranks need.
             data: the source's bytes, from `begin` on.
             begin: offset in the source.
             digests: chunk → its digest, taken from `data`.
         """
-        stripe_slice = operation.slice if isinstance(operation, ReadOperation) else None
-        for part in operation.parts:
-            runs = _runs(part, part.at - begin)
-            if len(runs.old) == 1:
-                packed = data[int(runs.old[0]) : int(runs.old[0] + runs.nbytes[0])]
-            else:
-                packed = np.empty(int(runs.nbytes.sum()), np.uint8)
-                gather(data, runs.old, runs.nbytes, packed)
-                pending.buffers.append(packed)  # a device may still read it
-            self._unpack(part, runs, packed, stripe_slice)
-        for message in operation.messages:
-            self._add_outgoing(pending, message, self._pack(message, pending, data, begin), digests)
+        for part in parts:
+            self._place(part, self._gathered(pending, [part], data, begin))
+        return [
+            self._packed(each.parts, self._gathered(pending, each.parts, data, begin), each.receivers, digests)
+            for each in messages
+        ]
 
-    def _pack(self, message: OutgoingMessage, pending: _PendingOperation, data: Bytes, begin: int) -> Bytes:
-        runs = [_runs(part, part.at - begin) for part in message.parts]
+    def _gathered(self, pending: _PendingOperation, parts: Sequence[NeededRange], data: Bytes, begin: int) -> Bytes:
+        """Returns the bytes of parts, end to end: in `data` if they lie there so, else copied."""
+        runs = [_runs(part, part.at - begin) for part in parts]
+        nbytes = sum(int(each.nbytes.sum()) for each in runs)
         if len(runs) == 1 and len(runs[0].old) == 1:
-            first = int(runs[0].old[0])
-            return data[first : first + message.nbytes]
-        pending.buffers.append(self._buffers.take(message.nbytes))
-        packed, done = pending.buffers[-1], 0
+            return data[int(runs[0].old[0]) :][:nbytes]
+        gathered, done = self._buffer(pending, nbytes), 0
         for each in runs:
-            done += gather(data, each.old, each.nbytes, packed[done:])
-        return packed[:done]
+            done += gather(data, each.old, each.nbytes, gathered[done:])
+        return gathered
+
+    def _packed(
+        self,
+        parts: Sequence[NeededRange],
+        data: Bytes | None,
+        receivers: tuple[int, ...],
+        digests: Mapping[int, int],
+    ) -> _PackedMessage:
+        """Returns a message with its digest.
+
+        Both ranks of a pair cut a message of one run where the source's chunks end, and a packed
+        message as if it began with a chunk.
+        """
+        assert data is not None, "the bytes lie in one run of host memory"
+        runs = _runs(parts[0], parts[0].at)
+        at = int(runs.old[0]) if len(parts) == 1 and len(runs.old) == 1 else None
+        known = NOTHING_KNOWN if at is None else digests
+        return _PackedMessage(data, message_digest(data, at or 0, self.chunk_bytes, known), receivers)
+
+    def _buffer(self, pending: _PendingOperation, nbytes: int) -> Bytes:
+        """Returns memory that stays until the operation is finished; a device may read it."""
+        pending.buffers.append(self._buffers.take(nbytes))
+        return pending.buffers[-1][:nbytes]
 
     # Targets
 
-    def _run_of(self, part: NeededRange, stripe_slice: StripeSlice | None) -> Bytes | None:
-        """Returns the memory of a part if that is one run of host memory."""
+    def _run_of(self, part: NeededRange, stripe_slice: StripeSlice | None = None) -> Bytes | None:
+        """Returns the memory of a part: rows of a slice, or one run of live host memory."""
         runs = _runs(part, 0)
         if stripe_slice is not None:
-            return self._slices[stripe_slice].rows[int(runs.new[0]) :][: int(runs.nbytes.sum())]
+            return self._slices[stripe_slice].rows[int(runs.new[0]) :][: part.nbytes]
         if len(runs.new) != 1:
             return None
-        begin = self._target.offsets[part.need.name] + int(runs.new[0])
-        return self._target.flat_view.view(begin, begin + int(runs.nbytes[0]))
+        begin = self.target.offsets[part.need.name] + int(runs.new[0])
+        return self.target.flat_view.view(begin, begin + part.nbytes)
 
-    def _unpack(self, part: NeededRange, runs: ByteRuns, data: Bytes, stripe_slice: StripeSlice | None) -> None:
-        if stripe_slice is not None:
-            np.copyto(self._slices[stripe_slice].rows[int(runs.new[0]) :][: data.nbytes], data)
-        else:
-            scatter(data, self._target.flat_view, self._target.offsets[part.need.name], runs.new, runs.nbytes)
+    def _place(self, part: NeededRange, data: Bytes) -> None:
+        """Writes the bytes of a part, which lie end to end, into live memory."""
+        runs = _runs(part, 0)
+        self.target.flat_view.scatter(self.target.offsets[part.need.name], runs.new, runs.nbytes, data)
 
     # Lost slots
 
     def _decode(self, stripe_slice: StripeSlice, memory: _SliceMemory) -> None:
-        base = self._target.offsets.get(cell_name(stripe_slice.lane.cell), 0)
-        self._decoder.decode(stripe_slice, memory.rows, self._target.flat_view, base, memory.made)
+        base = self.target.offsets.get(cell_name(stripe_slice.lane.cell), 0)
+        self.decoder.decode(stripe_slice, memory.rows, self.target.flat_view, base, memory.made)
 
     def _emit(self, operation: EmitOperation) -> None:
         """Verifies the made packets of a slice, places them and posts its messages."""
@@ -393,27 +426,27 @@ class TransferExecutor:
         memory = self._slices.pop(stripe_slice)
         assert memory.decoding is not None, "a slice is decoded before it is emitted"
         memory.decoding.result()
-        at = 0
-        for made in stripe_slice.made:
-            for packet in range(stripe_slice.lane.code.w):
-                offset = made.offset + packet * stripe_slice.lane.packet_bytes + stripe_slice.begin
-                self._verifiers[made.owner].take(offset, memory.made[at : at + stripe_slice.width])
-                at += stripe_slice.width
-        self._place(operation, pending, memory.made, 0)
-        pending.buffers.append(memory.made)
-        self._send(pending, operation.owner)
+        packets = memory.made.reshape(-1, stripe_slice.width)
+        for (owner, offset), packet in zip(stripe_slice.made_packets(), packets, strict=True):
+            self.verifiers[owner].take(offset, packet)
+        pending.made = memory.made
+        messages = self._distribute(pending, operation.parts, operation.messages, memory.made, 0)
+        self._send(pending, operation.owner, messages)
 
 
-def _source_offset(parts: Sequence[NeededRange]) -> int | None:
-    """Returns where a message of one run begins in its source.
+def _packed_segments(parts: Iterable[NeededRange], memory: Bytes | None) -> list[ReadSegment]:
+    """Returns the pieces of `memory` that take the bytes of parts, end to end."""
+    assert memory is not None, "rows and buffers are host memory"
+    segments, done = [], 0
+    for part in parts:
+        for old, _, nbytes in _runs(part, part.at).rows():
+            segments.append(ReadSegment(old, memory[done : done + nbytes]))
+            done += nbytes
+    return segments
 
-    None for a packed message.
-    Both ranks of a pair find the same offset, so they cut the message at the same places.
-    """
-    if len(parts) > 1:
-        return None
-    runs = _runs(parts[0], parts[0].at)
-    return int(runs.old[0]) if len(runs.old) == 1 else None
+
+def _is_in_few_runs(parts: Iterable[NeededRange]) -> bool:
+    return sum(len(_runs(part, 0).old) for part in parts) <= SEGMENTS_MAX
 
 
 def _runs(part: NeededRange, at: int) -> ByteRuns:

@@ -24,8 +24,7 @@ import torch
 
 from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
-from reft.client.restore.executor import LiveTarget
-from reft.client.restore.load import NO_RANK, LoadReport, chunk_verifier, load
+from reft.client.restore.executor import NO_RANK, LiveTarget, LoadReport, TransferExecutor
 from reft.client.restore.materialize import live_tensors
 from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank
 from reft.client.restore.remote_slots import remote_read_s
@@ -34,11 +33,12 @@ from reft.client.restore.same_shape import match_same_shape
 from reft.client.restore.slot_reader import AtChunk, SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
-from reft.client.restore.verify import PeerMessages
+from reft.client.restore.verify import PeerMessages, chunk_verifier
 from reft.client.snapshot.replica_check import are_mismatched
 from reft.console import say
 from reft.core.layout.layout import Leaf
 from reft.core.recovery.plan import TransferSizes
+from reft.core.recovery.shard_matching import PieceSource
 from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire.slot_format import Bytes
 
@@ -133,8 +133,7 @@ class Restore:
         context, layout = self.context, match.layout
         slots, damaged = self._near_slots(match, at_chunk)
         made = {old for plan in match.plans for old in plan.owners if old in plan.lost}
-        report = load(
-            chain.from_iterable(plan.operations(context.rank) for plan in match.plans),
+        executor = TransferExecutor(
             SIZES,
             context.placement.chunk_bytes,
             PeerMessages(transport, context.rank),
@@ -150,6 +149,7 @@ class Restore:
                 if old in made
             },
         )
+        report = executor.load(chain.from_iterable(plan.operations(context.rank) for plan in match.plans))
         return LoadReport(tuple(sorted({*damaged, *report.damaged})), report.faults)
 
     def _near_slots(self, match: RestoreMatch, at_chunk: AtChunk) -> tuple[dict[int, SlotReader], set[int]]:
@@ -178,20 +178,21 @@ class Restore:
 
 
 def inline_leaves(match: RestoreMatch) -> dict[int, Bytes]:
-    """Returns old rank → its needed inline leaves, end to end, for the opened capsules.
+    """Returns old rank → its needed inline leaves, at the plans' offsets, for opened capsules.
 
     Raises:
         LayoutChanged: an inline leaf has another size than expected.
     """
-    leaves = dict[int, Bytes]()
-    for old, each in match.opened.items():
-        data = bytearray()
-        for name, begin, end in chain.from_iterable(plan.inline_extents(old) for plan in match.plans):
-            data += each.tree["riders"][name]
-            if len(data) != end:
-                raise LayoutChanged(f"{name} has {len(data) - begin} bytes in the snapshot, not {end - begin}.")
-        leaves[old] = np.frombuffer(data, np.uint8)
-    return leaves
+    data: dict[int, bytearray] = {old: bytearray() for old in match.opened}
+    for need in chain.from_iterable(plan.needs for plan in match.plans):
+        where, old, at = need.location
+        if where is PieceSource.CAPSULE and old in data:
+            leaf = match.opened[old].tree["riders"][need.name]
+            if len(leaf) != need.nbytes:
+                raise LayoutChanged(f"{need.name} has {len(leaf)} bytes in the snapshot, not {need.nbytes}.")
+            data[old] += bytes(max(at + need.nbytes - len(data[old]), 0))
+            data[old][at : at + need.nbytes] = leaf
+    return {old: np.frombuffer(each, np.uint8) for old, each in data.items()}
 
 
 def run_restore(

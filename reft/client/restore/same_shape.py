@@ -8,6 +8,7 @@ host state                        from its own capsule
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 from reft.client.restore.opened import OldRank, RestoreContext, RestoreMatch
 from reft.core.coding.placement import Placement
@@ -66,14 +67,17 @@ def needs_of_own_leaves(rank: int, own: OldRank, nbytes_of: Mapping[str, int]) -
         own: its slot or capsule.
         nbytes_of: name → size of the leaf.
     """
-    locations = {
-        leaf.name: PieceLocation(PieceSource.SLOT, rank, at)
+    placed = [
+        (leaf.name, PieceSource.SLOT, at)
         for leaf, at in zip(own.layout.leaves, own.layout.offsets, strict=True)
         if own.places[leaf.name] == pb.UNREPLICATED
-    } | {name: PieceLocation(PieceSource.CAPSULE, rank, 0) for name in own.tree["riders"]}
+    ]
+    riders = list(own.tree["riders"])
+    ends = accumulate((nbytes_of[name] for name in riders), initial=0)
+    placed += [(name, PieceSource.CAPSULE, at) for name, at in zip(riders, ends, strict=False)]
     return [
-        PieceTransfer(name, nbytes_of[name], location, RegionCopy(0, 0, nbytes_of[name]), (rank,))
-        for name, location in locations.items()
+        PieceTransfer(name, nbytes_of[name], PieceLocation(where, rank, at), RegionCopy(0, 0, nbytes_of[name]), (rank,))
+        for name, where, at in placed
         if nbytes_of[name]
     ]
 

@@ -1,25 +1,29 @@
-"""A flat view of the live tensors of a cell.
+"""A flat view of live tensors, and copies between byte runs and packed bytes.
 
-Each byte of the cell is a byte of a live tensor, or of no tensor:
+Each byte of the view is a byte of a live tensor, or of no tensor:
 
-    cell      | leaf a          |gap| leaf b          | leaf c (absent) | leaf d (not dense,
+    view      | leaf a          |gap| leaf b          | leaf c (absent) | leaf d (not dense,
                  │                      │                 zeros            or on a device)
     memory    flat bytes of a     flat bytes of b                      not dense: host copy, which
                                                                        `finish` writes back
                                                                        device: copied at once
 
-`view` works without a copy: a message may arrive in its memory. If a range of the cell is not one
-run of plain host memory, `write` scatters and `read` gathers. Gaps and absent leaves read as zeros,
-and writes to them are dropped. `device_view` and `gather` do the same on the device, in the current
-stream.
+    source   ..▓▓▓....▓▓▓....▓▓▓..   ─ gather ─►  ▓▓▓▓▓▓▓▓▓  ─ scatter ─►  the runs of a live tensor
+
+`view` works without a copy: a message may arrive in its memory. If a range is not one run of plain
+host memory, `scatter` writes and `read` reads it. Gaps and absent leaves read as zeros, and writes
+to them are dropped. Long runs are copied one by one. Short runs, possibly millions of them, are
+copied with one index.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from reft.client.restore.device_copies import DeviceCopier
@@ -27,6 +31,10 @@ from reft.client.state.tensors import flat_bytes, is_dense
 from reft.core.layout.layout import Leaf
 from reft.errors import LayoutChanged
 from reft.wire.slot_format import Bytes
+
+LONG_BYTES = 2048  # from this length on, one copy is cheaper than an index
+UNIT_MAX = 8
+Starts = npt.NDArray[np.int64]
 
 
 class FlatTensorView:
@@ -36,7 +44,6 @@ class FlatTensorView:
         leaves: in the order of their offsets.
         offsets: of each leaf, in bytes.
         tensors: live tensors by name.
-        absent: names of leaves that do not exist; they read as zeros.
         copies: copies of bytes to a device; None: they block the host.
         device: leaves on this device count as a device's. Leaves off the host always do (the
             contract test passes the CPU).
@@ -53,22 +60,17 @@ class FlatTensorView:
         leaves: Sequence[Leaf],
         offsets: Sequence[int],
         tensors: Mapping[str, torch.Tensor],
-        absent: Collection[str] = (),
         copies: DeviceCopier | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._copies, self._device = copies or DeviceCopier(None), device
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        self._runs: list[Bytes | torch.Tensor] = []  # host memory, or flat bytes on a device
+        placed = [(at, leaf) for at, leaf in zip(offsets, leaves, strict=True) if leaf.nbytes]
+        self._begins = [at for at, _ in placed]
+        self._ends = [at + leaf.nbytes for at, leaf in placed]
         # (tensor, host memory that replaces it until `finish`)
         self._host_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for leaf, offset in zip(leaves, offsets, strict=True):
-            if leaf.name in absent or not leaf.nbytes:
-                continue
-            self._begins.append(offset)
-            self._ends.append(offset + leaf.nbytes)
-            self._runs.append(self._run(leaf, tensors))
+        # Host memory, or flat bytes on a device
+        self._runs: list[Bytes | torch.Tensor] = [self._run(leaf, tensors) for _, leaf in placed]
         self.is_on_device = any(isinstance(run, torch.Tensor) for run in self._runs)
 
     @property
@@ -92,16 +94,15 @@ class FlatTensorView:
         run = self._within(begin, end)
         return run if isinstance(run, torch.Tensor) else None
 
-    def gather(self, begin: int, out: torch.Tensor) -> None:
-        """Enqueues reading bytes begin..begin+n into uint8 [n] of the device; gaps are zero."""
+    def read(self, begin: int, out: torch.Tensor) -> None:
+        """Reads bytes begin..begin+n into uint8 [n]; gaps are zero. On a device it is enqueued."""
         done = 0
         for run, first, last, at in self.parts(begin, begin + out.nbytes):
-            if done < at:
-                out[done:at].zero_()
+            out[done:at].zero_()
             done = at + last - first
-            out[at:done].copy_(_as_tensor(run[first:last]), non_blocking=True)
-        if done < out.nbytes:
-            out[done:].zero_()
+            source = run if isinstance(run, torch.Tensor) else torch.from_numpy(run)
+            out[at:done].copy_(source[first:last], non_blocking=out.device.type != "cpu")
+        out[done:].zero_()
 
     def write(self, begin: int, data: Bytes) -> None:
         """Writes uint8[n] to bytes begin..begin+n; for a device it only begins, see `wait`."""
@@ -111,17 +112,28 @@ class FlatTensorView:
             else:
                 np.copyto(run[first:last], data[at : at + last - first])
 
-    def read(self, begin: int, out: Bytes) -> None:
-        """Reads bytes begin..begin+n into uint8[n]; gaps are zero."""
+    def scatter(self, begin: int, starts: Starts, nbytes: Starts, data: Bytes) -> None:
+        """Writes runs that lie end to end in `data`; for a device it only begins, see `wait`.
+
+        Args:
+            begin: the offset from which `starts` count.
+            starts: int64 [runs], the target offset of each run.
+            nbytes: int64 [runs], the length of each run.
+            data: uint8 [sum of nbytes].
+        """
+        if not len(starts):
+            return
+        target = self.view(begin, begin + int((starts + nbytes).max()))
         done = 0
-        for run, first, last, at in self.parts(begin, begin + out.nbytes):
-            out[done:at] = 0
-            done = at + last - first
-            if isinstance(run, torch.Tensor):
-                torch.from_numpy(out[at:done]).copy_(run[first:last])
+        for first, last, run in _groups(nbytes):
+            packed = data[done : done + run * (last - first)]
+            if target is None or run >= LONG_BYTES or last - first == 1:
+                for i in range(first, last):
+                    self.write(begin + int(starts[i]), packed[(i - first) * run : (i - first + 1) * run])
             else:
-                np.copyto(out[at:done], run[first:last])
-        out[done:] = 0
+                units, index = _index(target, starts[first:last], run)
+                units[index] = packed.copy().view(units.dtype).reshape(index.shape)
+            done += packed.nbytes
 
     def wait(self) -> None:
         """Returns when a device has all bytes that were written so far."""
@@ -171,5 +183,47 @@ class FlatTensorView:
         return flat_bytes(copy).numpy()
 
 
-def _as_tensor(run: Bytes | torch.Tensor) -> torch.Tensor:
-    return run if isinstance(run, torch.Tensor) else torch.from_numpy(run)
+def gather(source: Bytes, starts: Starts, nbytes: Starts, into: Bytes) -> int:
+    """Packs runs of `source` end to end into `into`; returns the number of bytes.
+
+    Args:
+        source: uint8 [n].
+        starts: int64 [runs], the offset of each run in `source`.
+        nbytes: int64 [runs], the length of each run.
+        into: uint8, large enough for all runs.
+    """
+    done = 0
+    for first, last, run in _groups(nbytes):
+        size = run * (last - first)
+        packed = into[done : done + size]
+        if run >= LONG_BYTES or last - first == 1:
+            for i in range(first, last):
+                begin = int(starts[i])
+                packed[(i - first) * run : (i - first + 1) * run] = source[begin : begin + run]
+        else:
+            units, index = _index(source, starts[first:last], run)
+            packed[:] = units[index].reshape(-1).view(np.uint8)
+        done += size
+    return done
+
+
+def _groups(nbytes: Starts) -> list[tuple[int, int, int]]:
+    """Returns (first, last, length) of runs of equal length.
+
+    Few groups result: only the first and the last run of a range may be cut.
+    """
+    if not len(nbytes):
+        return []
+    borders = [0, *(np.flatnonzero(np.diff(nbytes)) + 1).tolist(), len(nbytes)]
+    return [(a, b, int(nbytes[a])) for a, b in pairwise(borders)]
+
+
+def _index(memory: Bytes, starts: Starts, run: int) -> tuple[npt.NDArray[np.unsignedinteger], Starts]:
+    """Returns memory in units, and an index of each run's units.
+
+    The units are the largest that all runs consist of. The index has shape [runs, units].
+    """
+    bits = run | int(np.bitwise_or.reduce(starts))
+    unit = min(bits & -bits, UNIT_MAX)
+    units = memory[: memory.nbytes // unit * unit].view(f"<u{unit}")
+    return units, starts[:, None] // unit + np.arange(run // unit)

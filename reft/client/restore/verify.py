@@ -21,6 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from reft.client.restore.transport import Transport, Work
+from reft.core.coding.placement import Placement
 from reft.errors import RestoreError
 from reft.wire.slot_format import Bytes, chunk_digest
 
@@ -99,6 +100,19 @@ class ChunkVerifier:
         if early:
             # Copy: the caller reuses the buffer.
             self._early[chunk] = {at: each if at != offset else each.copy() for at, each in early.items()}
+
+
+def chunk_verifier(placement: Placement, old: int, digests: bytes) -> ChunkVerifier:
+    """Returns the verifier of a lost slot's data shards.
+
+    Args:
+        placement: under which the slot was written.
+        old: the old rank.
+        digests: of the slot's chunks, from its capsule.
+    """
+    part = placement.rank_placement(old)
+    end = max((block.offset + block.nbytes for block in part.blocks[: part.data_blocks]), default=0)
+    return ChunkVerifier(np.frombuffer(digests, "<u8"), placement.chunk_bytes, end)
 
 
 class PeerMessages:

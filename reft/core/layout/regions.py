@@ -43,6 +43,10 @@ class ByteRuns(NamedTuple):
     new: NDArray[np.int64]
     nbytes: NDArray[np.int64]
 
+    def rows(self) -> list[tuple[int, int, int]]:
+        """Returns (old, new, nbytes) of each run."""
+        return list(zip(self.old.tolist(), self.new.tolist(), self.nbytes.tolist(), strict=True))
+
 
 class RegionCopy(NamedTuple):
     """The bytes of a new piece that an old piece contains.

@@ -33,16 +33,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import merge
-from itertools import islice, pairwise
+from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from reft.core.coding.placement import Lane, Placement, ShardBlock, ranges
+from reft.core.coding.placement import Lane, Placement, ranges
 from reft.core.layout.cells import Cell
 from reft.core.layout.layout import ALIGNMENT, align
 from reft.core.layout.regions import RegionCopy
 from reft.core.recovery.gather import StripeRead, assign_readers, stripe_reads
 from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
+
+EVERYTHING = 1 << 62  # bytes; more than any source has
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,20 @@ class StripeSlice:
     def registers(self) -> int:
         """The number of packets that are read and made."""
         return (len(self.read.shards) + len(self.made)) * self.lane.code.w
+
+    def made_packets(self) -> Iterator[tuple[int, int]]:
+        """Yields the owner of each made packet, and where its columns lie in the owner's slot."""
+        for made in self.made:
+            for packet in range(self.lane.code.w):
+                yield made.owner, made.offset + packet * self.lane.packet_bytes + self.begin
+
+    def cell_range(self, shard: int, packet: int) -> tuple[int, int]:
+        """Returns the byte range of a packet's columns in the cell, without padding."""
+        # With k = 1 every shard has the same bytes.
+        begin, _ = self.lane.data_range(self.read.stripe, shard if self.lane.code.k > 1 else 0)
+        begin += packet * self.lane.packet_bytes + self.begin
+        limit = self.lane.begin + self.lane.nbytes
+        return min(begin, limit), min(begin + self.width, limit)
 
     def row(self, shard: int) -> int:
         """Returns the index of a read shard's first packet among the packets of this slice."""
@@ -291,36 +307,6 @@ def is_made(placement: Placement, owner: int) -> bool:
     return any(placement.lanes[block.lane].code.k > 1 for block in part.blocks[: part.data_blocks])
 
 
-@dataclass(frozen=True)
-class _GroupedNeeds:
-    """Needs, grouped by source, in the order of their offsets there.
-
-    Attributes:
-        cells: cell → offset in the cell → the needs of the piece there.
-        offsets: cell → these offsets.
-        slots: old rank → offset in its slot → the needs of the unreplicated piece there.
-        inline: old rank → name → the needs of that inline leaf.
-    """
-
-    cells: Mapping[int, Mapping[int, Sequence[PieceTransfer]]]
-    offsets: Mapping[int, Sequence[int]]
-    slots: Mapping[int, Mapping[int, Sequence[PieceTransfer]]]
-    inline: Mapping[int, Mapping[str, Sequence[PieceTransfer]]]
-
-    @classmethod
-    def of(cls, needs: Iterable[PieceTransfer]) -> _GroupedNeeds:
-        by_source: dict[PieceSource, dict[int, dict[Any, list[PieceTransfer]]]] = {where: {} for where in PieceSource}
-        for need in needs:
-            where, owner, offset = need.location
-            key = need.name if where is PieceSource.CAPSULE else offset
-            by_source[where].setdefault(owner, {}).setdefault(key, []).append(need)
-        cells, slots, inline = (
-            {owner: dict(sorted(by_source[where][owner].items())) for owner in sorted(by_source[where])}
-            for where in (PieceSource.CELL, PieceSource.SLOT, PieceSource.CAPSULE)
-        )
-        return cls(cells, {cell: list(places) for cell, places in cells.items()}, slots, inline)
-
-
 class _Extent(NamedTuple):
     """Bytes begin..end of a source, which are the bytes of a piece from `first` on.
 
@@ -334,6 +320,38 @@ class _Extent(NamedTuple):
     first: int
     needs: Sequence[PieceTransfer]
     copies: tuple[int, ...] = ()
+
+
+class _NeededPieces(NamedTuple):
+    """The needed pieces of one cell, slot or capsule: their offsets there, and who needs them."""
+
+    offsets: Sequence[int]
+    needs: Sequence[Sequence[PieceTransfer]]
+
+    def extents(self, begin: int, end: int, at: int, copies: tuple[int, ...] = ()) -> Iterator[_Extent]:
+        """Yields what bytes begin..end have of pieces, for a source that has them from `at` on."""
+        for i in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.offsets)):
+            offset = self.offsets[i]
+            if offset >= end:
+                break
+            first, last = max(begin, offset), min(end, offset + self.needs[i][0].nbytes)
+            if first < last:
+                yield _Extent(at + first - begin, at + last - begin, first - offset, self.needs[i], copies)
+
+
+_Source = tuple[PieceSource, int]  # the kind of place, and the number of the cell or of the old rank
+_Needs = Mapping[_Source, _NeededPieces]
+
+
+def _by_source(needs: Iterable[PieceTransfer]) -> _Needs:
+    """Returns the needs by the cells, slots and capsules in which their pieces lie."""
+    grouped: dict[_Source, dict[int, list[PieceTransfer]]] = {}
+    for need in needs:
+        grouped.setdefault(need.location[:2], {}).setdefault(need.location.offset, []).append(need)
+    return {
+        source: _NeededPieces(sorted(pieces), [pieces[at] for at in sorted(pieces)])
+        for source, pieces in grouped.items()
+    }
 
 
 # The plan
@@ -362,7 +380,7 @@ class TransferPlan:
     makes_parity: bool = False
     sizes: TransferSizes = TransferSizes()
     _reads: dict[int, list[StripeRead]] = field(default_factory=dict)
-    _lane_windows: dict[int, int] = field(default_factory=dict)
+    _lane_ends: dict[int, int] = field(default_factory=dict)
     _offsets: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
     _takers: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
 
@@ -373,65 +391,55 @@ class TransferPlan:
             ValueError: needed bytes are in no slot at hand, and can't be decoded.
         """
         self._refuse_lost_bytes()
-        own = _GroupedNeeds.of(need for need in self.needs if rank in need.receivers)
+        own = _by_source(need for need in self.needs if rank in need.receivers)
+        sources = [(PieceSource.SLOT, old) for old in self.owners if old in self.readers.reader_of]
+        sources += [source for source in self._all_needs if source[0] is PieceSource.CAPSULE]
         streams = []
-        for old in self.owners:
-            if old in self.readers.reader_of:
-                needs = self._all_needs if self.readers.reader_of[old] == rank else own
-                streams.append(self._windows(PieceSource.SLOT, old, self._slot_extents(old, needs), rank))
-        for old in self._all_needs.inline:
-            needs = self._all_needs if self.readers.keeper_of[old] == rank else own
-            streams.append(self._windows(PieceSource.CAPSULE, old, self._capsule_extents(old, needs), rank))
+        for source in sources:
+            needs = self._all_needs if self._reader_of(source) == rank else own
+            streams.append(self._windows(source, self._extents(source, needs), rank))
         streams += [self._slices(keeper, rank, own) for keeper in self._keepers()]
         yield from (operation for _, operation in merge(*streams, key=itemgetter(0)))
 
-    def inline_extents(self, owner: int) -> list[tuple[str, int, int]]:
-        """Returns name, begin and end of an old rank's needed inline leaves, end to end."""
-        extents, at = [], 0
-        for name, needs in self._all_needs.inline.get(owner, {}).items():
-            extents.append((name, at, at + needs[0].nbytes))
-            at += needs[0].nbytes
-        return extents
-
     @cached_property
-    def _all_needs(self) -> _GroupedNeeds:
-        return _GroupedNeeds.of(self.needs)
+    def _all_needs(self) -> _Needs:
+        return _by_source(self.needs)
 
     @cached_property
     def owners(self) -> list[int]:
         """The old ranks whose slots have needed bytes, ascending."""
-        cells = self.placement.division.cells
-        holders = {cells[cell].holders for cell in self._all_needs.cells}
-        return sorted({old for each in holders for old in each} | self._all_needs.slots.keys())
+        cells, owners = self.placement.division.cells, set[int]()
+        for where, number in self._all_needs:
+            if where is not PieceSource.CAPSULE:
+                owners.update(cells[number].holders if where is PieceSource.CELL else (number,))
+        return sorted(owners)
 
     def _refuse_lost_bytes(self) -> None:
         """Raises ValueError if needed bytes are in no slot at hand, and can't be decoded."""
-        gone = [old for old in self._all_needs.slots if old not in self.readers.reader_of]
-        if gone:
-            raise ValueError(f"only the slot of old rank {gone[0]} has some of the needed bytes, and it is lost.")
         missing = set(self.owners).difference(self.readers.reader_of)
-        for cell in self._all_needs.cells if missing else ():
-            for number in self.placement.lanes_of(cell):
-                if not missing.isdisjoint(self.placement.lanes[number].members):
-                    self._stripe_read(number, 0)
+        for where, number in self._all_needs if missing else ():
+            if where is PieceSource.SLOT and number in missing:
+                raise ValueError(f"only the slot of old rank {number} has some of the needed bytes, and it is lost.")
+            for lane in self.placement.lanes_of(number) if where is PieceSource.CELL else ():
+                if not missing.isdisjoint(self.placement.lanes[lane].members):
+                    self._stripe_read(lane, 0)
 
     # Slots at hand
 
-    def _slot_extents(self, owner: int, needs: _GroupedNeeds) -> Iterator[_Extent]:
-        """Yields the extents of a slot that some need in `needs` takes, in slot order."""
-        lanes = self._lane_offsets(owner)
+    def _extents(self, source: _Source, needs: _Needs) -> Iterator[_Extent]:
+        """Yields the extents of a slot or capsule that some need in `needs` takes, in order."""
+        where, owner = source
+        lanes = self._lane_offsets(owner) if where is PieceSource.SLOT else {}
         for is_parity in (False, True):
             for number, offsets in lanes.items():
                 lane = self.placement.lanes[number]
                 # With k = 1, parity shards are copies of the data.
-                if lane.cell in needs.cells and (lane.code.k == 1 or not is_parity):
+                if (PieceSource.CELL, lane.cell) in needs and (lane.code.k == 1 or not is_parity):
                     yield from self._lane_extents(number, owner, offsets[is_parity], is_parity, needs)
-        for at, each in needs.slots.get(owner, {}).items():
-            yield _Extent(at, at + each[0].nbytes, 0, each)
+        if source in needs:
+            yield from needs[source].extents(0, EVERYTHING, 0)
 
-    def _lane_extents(
-        self, number: int, owner: int, offset: int, is_parity: bool, needs: _GroupedNeeds
-    ) -> Iterator[_Extent]:
+    def _lane_extents(self, number: int, owner: int, offset: int, is_parity: bool, needs: _Needs) -> Iterator[_Extent]:
         """Yields the needed extents of an owner's shards of a lane, from an offset on."""
         lane = self.placement.lanes[number]
         member, size = lane.members.index(owner), lane.shard_bytes
@@ -442,8 +450,10 @@ class TransferPlan:
                 full = self._full_shards(lane, member, run)
                 offset, stripes = offset + full * size, run[full:]
             for stripe in stripes:
-                block = ShardBlock(number, stripe, (member - stripe) % lane.D, offset, size)
-                yield from self._block_extents(block, needs, self._copies(block))
+                shard = (member - stripe) % lane.D
+                begin, end, _ = ranges(lane, stripe, shard if lane.code.k > 1 else 0)
+                copies = self._copies(lane, stripe)
+                yield from needs[PieceSource.CELL, lane.cell].extents(begin, end, offset, copies)
                 offset += size
 
     def _run_extents(self, lane: Lane, owner: int, member: int, run: range, offset: int) -> Iterator[_Extent]:
@@ -463,35 +473,11 @@ class TransferPlan:
         step = (lane.code.k - 1) * lane.shard_bytes
         return min(max((lane.begin + lane.nbytes - end) // step + 1, 0), len(run))
 
-    def _capsule_extents(self, owner: int, needs: _GroupedNeeds) -> Iterator[_Extent]:
-        """Yields the extents of a capsule's inline leaves that some need in `needs` takes."""
-        wanted = needs.inline.get(owner, {})
-        for name, begin, end in self.inline_extents(owner):
-            if name in wanted:
-                yield _Extent(begin, end, 0, wanted[name])
-
-    def _block_extents(self, block: ShardBlock, needs: _GroupedNeeds, copies: tuple[int, ...]) -> Iterator[_Extent]:
-        """Yields the needed extents of a block's data, by their offsets in the slot."""
-        lane = self.placement.lanes[block.lane]
-        offsets = needs.offsets.get(lane.cell)
-        if offsets is None:
-            return
-        begin, end, _ = ranges(lane, block.stripe, block.shard if lane.code.k > 1 else 0)
-        pieces = needs.cells[lane.cell]
-        for offset in islice(offsets, max(bisect_right(offsets, begin) - 1, 0), None):
-            if offset >= end:
-                break
-            first, last = max(begin, offset), min(end, offset + pieces[offset][0].nbytes)
-            if first < last:
-                at = block.offset + first - begin
-                yield _Extent(at, at + last - first, first - offset, pieces[offset], copies)
-
-    def _copies(self, block: ShardBlock) -> tuple[int, ...]:
-        """Returns the old ranks whose slots at hand have a copy of a block."""
-        lane = self.placement.lanes[block.lane]
+    def _copies(self, lane: Lane, stripe: int) -> tuple[int, ...]:
+        """Returns the old ranks whose slots at hand have a copy of a stripe's only data shard."""
         if lane.code.k > 1 or not lane.code.f:
             return ()
-        holders = (lane.members[lane.member_of(block.stripe, shard)] for shard in range(lane.code.f + 1))
+        holders = (lane.members[lane.member_of(stripe, shard)] for shard in range(lane.code.f + 1))
         return tuple(old for old in holders if old in self.readers.reader_of)
 
     def _takers_of(self, owner: int, extent: _Extent, receivers: tuple[int, ...]) -> tuple[int, ...]:
@@ -511,20 +497,23 @@ class TransferPlan:
             )
         return self._takers[key]
 
-    def _reader_of(self, source: PieceSource, owner: int) -> int:
-        return (self.readers.keeper_of if source is PieceSource.CAPSULE else self.readers.reader_of)[owner]
+    def _reader_of(self, source: _Source) -> int:
+        where, owner = source
+        return (self.readers.keeper_of if where is PieceSource.CAPSULE else self.readers.reader_of)[owner]
 
-    def _is_near(self, source: PieceSource, owner: int, rank: int) -> bool:
+    def _is_near(self, source: _Source, rank: int) -> bool:
         """Whether a rank reads a source itself; only its keeper reads a capsule."""
-        if source is PieceSource.CAPSULE:
-            return self.readers.keeper_of[owner] == rank
-        return self.readers.is_near(owner, rank)
+        return (
+            self._reader_of(source) == rank
+            if source[0] is PieceSource.CAPSULE
+            else self.readers.is_near(source[1], rank)
+        )
 
-    def _far_of(self, source: PieceSource, owner: int, receivers: tuple[int, ...]) -> tuple[int, ...]:
+    def _far_of(self, source: _Source, receivers: tuple[int, ...]) -> tuple[int, ...]:
         """Returns those of `receivers` that can't read a source themselves."""
-        key = (source, owner, receivers)
+        key = (source, receivers)
         if key not in self._takers:
-            self._takers[key] = tuple(rank for rank in receivers if not self._is_near(source, owner, rank))
+            self._takers[key] = tuple(rank for rank in receivers if not self._is_near(source, rank))
         return self._takers[key]
 
     # Windows and messages
@@ -534,7 +523,7 @@ class TransferPlan:
         """Bytes of a window: whole chunks, so that a rank reads and verifies each chunk once."""
         return align(self.sizes.piece, self.placement.chunk_bytes)
 
-    def _windows(self, source: PieceSource, owner: int, extents: Iterable[_Extent], rank: int) -> Iterator[_Keyed]:
+    def _windows(self, source: _Source, extents: Iterable[_Extent], rank: int) -> Iterator[_Keyed]:
         """Cuts extents at window boundaries; yields the operations of each window."""
         size = self._window_bytes
         number, parts = -1, list[tuple[NeededRange, tuple[int, ...]]]()
@@ -542,12 +531,12 @@ class TransferPlan:
             at = extent.begin
             while at < extent.end:
                 if at // size != number:
-                    yield from self._window(source, owner, number, parts, rank)
+                    yield from self._window(source, number, parts, rank)
                     number, parts = at // size, []
                 end = min(extent.end, (number + 1) * size)
-                parts += self._parts(owner, extent, at, end)
+                parts += self._parts(source[1], extent, at, end)
                 at = end
-        yield from self._window(source, owner, number, parts, rank)
+        yield from self._window(source, number, parts, rank)
 
     def _parts(self, owner: int, extent: _Extent, at: int, end: int) -> Iterator[tuple[NeededRange, tuple[int, ...]]]:
         """Yields the needed ranges of bytes at..end of a source, each with its receivers."""
@@ -560,18 +549,18 @@ class TransferPlan:
 
     def _window(
         self,
-        source: PieceSource,
-        owner: int,
+        source: _Source,
         number: int,
         parts: Sequence[tuple[NeededRange, tuple[int, ...]]],
         rank: int,
     ) -> Iterator[_Keyed]:
         if not parts:
             return
+        where, owner = source
         key = (number, 0, owner)
-        far = [(part, self._far_of(source, owner, receivers)) for part, receivers in parts]
-        sender = self._reader_of(source, owner)
-        if not self._is_near(source, owner, rank):
+        far = [(part, self._far_of(source, receivers)) for part, receivers in parts]
+        sender = self._reader_of(source)
+        if not self._is_near(source, rank):
             for message in self._messages(far):
                 if rank in message.receivers:
                     yield key, ReceiveOperation(owner, sender, message.parts, message.nbytes)
@@ -581,7 +570,7 @@ class TransferPlan:
         spans = [*own, *(part for message in messages for part in message.parts)]
         if spans:
             begin, end = min(part.at for part in spans), max(part.at + part.end - part.begin for part in spans)
-            yield key, ReadOperation(source, owner, begin, end, own, messages)
+            yield key, ReadOperation(where, owner, begin, end, own, messages)
 
     def _messages(self, parts: Iterable[tuple[NeededRange, tuple[int, ...]]]) -> Iterator[OutgoingMessage]:
         """Packs parts with the same receivers into messages.
@@ -603,7 +592,7 @@ class TransferPlan:
         relevant = self.lost if self.makes_parity else set(self.lost).intersection(self.owners)
         return sorted({self.readers.keeper_of[old] for old in relevant})
 
-    def _slices(self, keeper: int, rank: int, own: _GroupedNeeds) -> Iterator[_Keyed]:
+    def _slices(self, keeper: int, rank: int, own: _Needs) -> Iterator[_Keyed]:
         """Yields the operations for the slots that a keeper makes: columns, decode, then emit.
 
         Each slice is emitted after the columns of the next one.
@@ -641,24 +630,17 @@ class TransferPlan:
                 end = min(begin + width, lane.packet_bytes)
                 yield window, StripeSlice(lane, read, begin, end, wanted, live, keeper)
 
-    def _ready(self, lane: int, stripe: int) -> int:
+    def _ready(self, number: int, stripe: int) -> int:
         """Returns the window after which all surviving data of a stripe have come."""
-        layout, have = self.placement.lanes[lane], self.readers.reader_of
-        if layout.code.k > 1 and layout.shard_bytes * 4 < self.sizes.piece:
-            return self._lane_ready(lane)
-        shards: Sequence[int] = self._stripe_read(lane, stripe).shards
-        if layout.code.k == 1:  # the keeper may take any copy
-            shards = [s for s in range(layout.code.f + 1) if layout.members[layout.member_of(stripe, s)] in have]
-        last = max(self._input(lane, stripe, shard)[1] for shard in shards)
-        return (last + layout.shard_bytes - 1) // self._window_bytes
-
-    def _lane_ready(self, lane: int) -> int:
-        """Returns the same for a lane of small shards: all its data come about together."""
-        if lane not in self._lane_windows:
-            layout = self.placement.lanes[lane]
-            offsets = [self._lane_offsets(old)[lane][0] for old in layout.members if old in self.readers.reader_of]
-            self._lane_windows[lane] = (max(offsets) + layout.code.k * layout.shard_bytes - 1) // self._window_bytes
-        return self._lane_windows[lane]
+        lane = self.placement.lanes[number]
+        if number not in self._lane_ends:  # of a lane with copies the end, of another one the begin
+            offsets = [self._lane_offsets(old)[number] for old in lane.members if old in self.readers.reader_of]
+            is_copied = lane.code.k == 1  # the keeper may take any copy
+            copied_bytes = lane.code.f * lane.shard_bytes if is_copied else 0
+            self._lane_ends[number] = max(each[is_copied] for each in offsets) + copied_bytes
+        # No member has a data shard of this stripe behind `stripe` others of the lane.
+        shards = min(stripe + 1, lane.code.k) if lane.code.k > 1 else 0
+        return (self._lane_ends[number] + shards * lane.shard_bytes - 1) // self._window_bytes
 
     def _columns(self, stripe_slice: StripeSlice, rank: int) -> Iterator[TransferOperation]:
         """Yields the operations that bring a slice's columns to its keeper."""
@@ -686,7 +668,7 @@ class TransferPlan:
                 message = OutgoingMessage((part,), (keeper,), nbytes)
                 yield ReadOperation(PieceSource.SLOT, old, offset + begin, offset + end, (), (message,))
 
-    def _emission(self, stripe_slice: StripeSlice, rank: int, needs: _GroupedNeeds) -> Iterator[TransferOperation]:
+    def _emission(self, stripe_slice: StripeSlice, rank: int, needs: _Needs) -> Iterator[TransferOperation]:
         """Yields the operations that bring a slice's made bytes to the ranks that need them."""
         parts: list[tuple[NeededRange, tuple[int, ...]]] = []
         if stripe_slice.lane.code.k > 1:  # the reader of another copy sends the copies of the others
@@ -704,22 +686,14 @@ class TransferPlan:
         yield EmitOperation(stripe_slice, own, tuple(self._messages(others)))
 
     def _made_parts(
-        self, stripe_slice: StripeSlice, index: int, made: MadeShard, needs: _GroupedNeeds
+        self, stripe_slice: StripeSlice, index: int, made: MadeShard, needs: _Needs
     ) -> Iterator[tuple[NeededRange, tuple[int, ...]]]:
         """Yields the needed ranges of one made shard, by offsets in the slice's made packets."""
-        lane, width = stripe_slice.lane, stripe_slice.width
-        block = ShardBlock(stripe_slice.read.lane, stripe_slice.read.stripe, made.shard, 0, lane.shard_bytes)
-        extents = list(self._block_extents(block, needs, ()))
-        for packet in range(lane.code.w):
-            begin = packet * lane.packet_bytes + stripe_slice.begin
-            row = (index * lane.code.w + packet) * width
-            for extent in extents:
-                low, high = max(extent.begin, begin), min(extent.end, begin + width)
-                if low < high:
-                    moved = _Extent(
-                        row + low - begin, row + high - begin, extent.first + low - extent.begin, extent.needs
-                    )
-                    yield from self._parts(made.owner, moved, moved.begin, moved.end)
+        pieces = needs.get((PieceSource.CELL, stripe_slice.lane.cell))
+        for packet in range(stripe_slice.lane.code.w if pieces else 0):
+            row = (index * stripe_slice.lane.code.w + packet) * stripe_slice.width
+            for extent in pieces.extents(*stripe_slice.cell_range(made.shard, packet), row) if pieces else ():
+                yield from self._parts(made.owner, extent, extent.begin, extent.end)
 
     def _stripe_read(self, lane: int, stripe: int) -> StripeRead:
         if lane not in self._reads:

@@ -46,7 +46,7 @@ class PieceLocation(NamedTuple):
     Attributes:
         where: the kind of place.
         owner: number of the cell, or the old rank.
-        offset: in the cell, or in the data of the slot; 0 in a capsule.
+        offset: in the cell, in the data of the slot, or in all inline leaves of the capsule.
     """
 
     where: PieceSource
@@ -195,16 +195,16 @@ def _own_pieces(
         for leaf, offset in zip(unreplicated.leaves, unreplicated.offsets, strict=True):
             if leaf.name not in missing:
                 yield leaf, PieceLocation(PieceSource.SLOT, rank, begin + offset)
-    for name in placement.division.inline_leaves[digest]:
-        if name not in missing:
-            yield leaves[name], PieceLocation(PieceSource.CAPSULE, rank, 0)
+    inline = [leaves[name] for name in placement.division.inline_leaves[digest] if name not in missing]
     for leaf, place in own.others:
-        yield (
-            leaf,
-            PieceLocation(PieceSource.CAPSULE, rank, 0)
-            if place is None
-            else PieceLocation(PieceSource.SLOT, rank, place),
-        )
+        if place is None:
+            inline.append(leaf)
+        else:
+            yield leaf, PieceLocation(PieceSource.SLOT, rank, place)
+    at = 0
+    for leaf in inline:
+        yield leaf, PieceLocation(PieceSource.CAPSULE, rank, at)
+        at += leaf.nbytes
 
 
 # What is wanted

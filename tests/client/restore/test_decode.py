@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reft.client.memory.cuda import Device
 from reft.client.restore.decode import DeviceDecoder, StripeDecoder, decoder_for
-from reft.client.restore.load import NO_RANK
+from reft.client.restore.executor import NO_RANK
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from tests.support.loads import CLEAN, Job, blank, every_loss, few, mixed, random
@@ -178,14 +178,14 @@ def test_gather_returns_what_was_written_over_leaves():
     device = FlatTensorView(cell.leaves, cell.offsets, live := blank(tensors), device=CPU)
     assert device.is_on_device and not host.is_on_device
     whole = torch.empty(cell.nbytes, dtype=torch.uint8)
-    host.read(0, whole.numpy())
+    host.read(0, whole)
     for begin in range(0, cell.nbytes, 777):
         device.write(begin, whole[begin : begin + 777].numpy())
     device.finish()
     assert alike(live, tensors, list(tensors))
     back = torch.full((cell.nbytes,), 255, dtype=torch.uint8)
     for begin in range(0, cell.nbytes, 555):
-        device.gather(begin, back[begin : begin + 555])
+        device.read(begin, back[begin : begin + 555])
     assert torch.equal(back, whole)
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reft.client.memory.cuda import Device
 from reft.client.restore.decode import DeviceDecoder
 from reft.client.restore.device_copies import DeviceCopier
-from reft.client.restore.load import NO_RANK, LoadReport
+from reft.client.restore.executor import NO_RANK, LoadReport
 from tests.support.loads import CLEAN, Job, few
 from tests.support.streams import Inline, Late
 

@@ -17,8 +17,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from reft.client.restore.executor import THREADS
-from reft.client.restore.load import LoadReport
+from reft.client.restore.executor import THREADS, LoadReport
 from reft.client.restore.remote_slots import RemoteSlots
 from reft.core.commit.slots import SlotState
 from reft.core.recovery.plan import TransferSizes

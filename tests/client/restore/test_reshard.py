@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from reft.client.restore.load import NO_RANK, LoadReport
+from reft.client.restore.executor import NO_RANK, LoadReport
 from reft.wire.slot_format import chunk_digest
 from tests.support.loads import CLEAN
 from tests.support.moves import CHUNK, ROWS, Move, replicated, rows

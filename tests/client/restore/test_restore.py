@@ -11,7 +11,7 @@ import pytest
 
 from reft.client.link.exchange import from_json, to_json
 from reft.client.link.rank_group import RankGroup
-from reft.client.restore.load import NO_RANK, LoadReport
+from reft.client.restore.executor import NO_RANK, LoadReport
 from reft.client.restore.opened import CapsuleFacts, OpenReport
 from reft.client.restore.remote_slots import SlotOpener
 from reft.client.restore.reshard import parts_to_publish

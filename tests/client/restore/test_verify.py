@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.load import NO_RANK, LoadReport
+from reft.client.restore.executor import NO_RANK, LoadReport
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.verify import DIGEST_BYTES, VERDICT_TAG, ChunkVerifier, PeerMessages
 from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, ReceiveOperation, StripeSlice
