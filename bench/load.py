@@ -50,7 +50,7 @@ from reft.client.restore.decode import StripeDecoder
 from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
-from reft.client.restore.transport import GlooTransport
+from reft.client.restore.transport import GroupTransport
 from reft.client.restore.verify import PeerMessages, chunk_verifier
 from reft.core.coding.placement import Placement
 from reft.core.recovery.plan import (
@@ -181,7 +181,7 @@ class Rank:
         executor = TransferExecutor(
             self.plan.sizes,
             CHUNK,
-            PeerMessages(GlooTransport(self.group, DEADLINE_S), self.rank),
+            PeerMessages(GroupTransport(self.group, DEADLINE_S), self.rank),
             slots,
             LiveTarget(FlatTensorView(cell.leaves, cell.offsets, self.live), {cell_name(0): 0}),
             StripeDecoder(),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from reft.core.coding.erasure import Bytes, make_program, run_columns
+from reft.core.coding.erasure import Bytes, run_columns
 from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, StripeSlice, TransferPlan
 from reft.core.recovery.rebuild_plan import DAEMON
 from reft.core.recovery.walk import WalkPhase, walk
@@ -66,7 +66,7 @@ async def made_slices(
 
 
 def _empty_rows(stripe_slice: StripeSlice) -> Bytes:
-    packets = len(stripe_slice.read.shards) * stripe_slice.lane.code.w
+    packets = len(stripe_slice.shards) * stripe_slice.lane.code.w
     return np.empty(packets * stripe_slice.width, np.uint8)
 
 
@@ -79,8 +79,8 @@ async def _fill(rows: Bytes, operation: ReadOperation, read: ReadBytes) -> None:
 
 def _decode(stripe_slice: StripeSlice, rows: Bytes, slots: Mapping[int, SlotFile]) -> None:
     """Computes the made packets of a slice from its rows, in their slots."""
-    lane, width, packets = stripe_slice.lane, stripe_slice.width, rows.reshape(-1, stripe_slice.width)
-    program = make_program(lane.code, stripe_slice.read.shards, [made.shard for made in stripe_slice.made])
+    width, packets = stripe_slice.width, rows.reshape(-1, stripe_slice.width)
+    program = stripe_slice.program
     outputs = [slots[owner].map.data[begin : begin + width] for owner, begin in stripe_slice.made_packets()]
     run_columns(program, [packets[stripe_slice.row(shard) + packet] for shard, packet in program.inputs], outputs)
 

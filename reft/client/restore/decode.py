@@ -26,7 +26,7 @@ from reft.client.memory.cuda import Device
 from reft.client.memory.xor import TORCH
 from reft.client.restore.device_copies import DeviceCopier
 from reft.client.restore.tensor_view import FlatTensorView
-from reft.core.coding.erasure import XorProgram, make_program, run, run_columns
+from reft.core.coding.erasure import XorProgram, run, run_columns
 from reft.core.layout.layout import ALIGNMENT
 from reft.core.recovery.plan import StripeSlice
 from reft.wire.slot_format import Bytes
@@ -49,7 +49,7 @@ class StripeDecoder:
             base: where the lane's cell begins in `live`.
             made: takes the made packets, uint8 [made packets x width].
         """
-        program, width = _program(stripe_slice), stripe_slice.width
+        program, width = stripe_slice.program, stripe_slice.width
         inputs = [self._input(stripe_slice, rows, live, base, *packet) for packet in program.inputs]
         run_columns(program, inputs, list(made.reshape(-1, width)))
 
@@ -101,7 +101,7 @@ class DeviceDecoder(StripeDecoder):
         if not (live.is_on_device and stripe_slice.live):
             super().decode(stripe_slice, rows, live, base, made)
             return
-        program = _program(stripe_slice)
+        program = stripe_slice.program
         width, results = self._width(program, stripe_slice), made.reshape(-1, stripe_slice.width)
         with self._lock, torch.no_grad(), self._streams.on_side():
             if self._scratch is None:
@@ -159,11 +159,6 @@ def decoder_for(device: torch.device, scratch_bytes: int) -> StripeDecoder:
         scratch_bytes: the most memory of a CUDA device that decoding takes.
     """
     return DeviceDecoder(Device(device), device, scratch_bytes) if device.type == "cuda" else StripeDecoder()
-
-
-def _program(stripe_slice: StripeSlice) -> XorProgram:
-    made = [each.shard for each in stripe_slice.made]
-    return make_program(stripe_slice.lane.code, stripe_slice.read.shards, made)
 
 
 def _row(stripe_slice: StripeSlice, rows: Bytes, shard: int, packet: int) -> Bytes:

@@ -18,7 +18,9 @@ never on GPUs. So attach uses gloo by default.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -65,70 +67,42 @@ class Transport(Protocol):
         """
 
 
-class GlooTransport:
-    """Messages over a gloo group that reft owns.
-
-    Args:
-        group: a gloo process group of all ranks of the job.
-        deadline_s: the longest wait for one message.
-    """
-
-    name = "gloo"
-
-    def __init__(self, group: Any, deadline_s: float) -> None:
-        self._group = group
-        self._deadline_s = deadline_s
-
-    def send(self, data: Bytes, to: int, tag: int) -> Work:
-        try:
-            work = dist.isend(torch.from_numpy(data), group=self._group, group_dst=to, tag=tag)
-        except RuntimeError as error:
-            raise _lost(to, error) from error
-        return _Work(work, to, self._deadline_s)
-
-    def receive(self, into: Bytes, source: int, tag: int) -> Work:
-        try:
-            work = dist.irecv(torch.from_numpy(into), group=self._group, group_src=source, tag=tag)
-        except RuntimeError as error:
-            raise _lost(source, error) from error
-        return _Work(work, source, self._deadline_s)
-
-
-class DeviceTransport:
-    """Messages over a group that sends between devices: NCCL.
+class GroupTransport:
+    """Messages over a process group that reft owns, with all ranks of the job.
 
     NCCL has no tags. So both ranks of a pair must post all their messages, in both directions, in
     the same order. The order of `reft.core.recovery.plan` is the same on all ranks.
 
     Args:
-        group: reft's own process group of all ranks of the job.
-        device: holds messages while they travel; takes as many bytes as are under way.
+        group: gloo; or a group that sends between devices.
         deadline_s: the longest wait for one message.
+        device: None: the group sends host memory. Else this device holds messages while they
+            travel; that takes as many bytes as are under way.
     """
 
-    name = "nccl"
-
-    def __init__(self, group: Any, device: torch.device, deadline_s: float) -> None:
-        self._group = group
-        self._device = device
-        self._deadline_s = deadline_s
+    def __init__(self, group: Any, deadline_s: float, device: torch.device | None = None) -> None:
+        self.name = "gloo" if device is None else "nccl"
+        self._group, self._deadline_s, self._device = group, deadline_s, device
 
     def send(self, data: Bytes, to: int, tag: int) -> Work:
-        # Copy even if the device is the host: the group reads the tensor until `wait`.
-        staged = torch.from_numpy(data).to(self._device, copy=True)
-        try:
-            work = dist.isend(staged, group=self._group, group_dst=to)
-        except RuntimeError as error:
-            raise _lost(to, error) from error
-        return _Work(work, to, self._deadline_s)
+        message = torch.from_numpy(data)
+        if self._device is not None:
+            # Copy even if the device is the host: the group reads the tensor until `wait`.
+            message, tag = message.to(self._device, copy=True), 0
+        return self._begin(partial(dist.isend, message, group_dst=to, tag=tag), to)
 
     def receive(self, into: Bytes, source: int, tag: int) -> Work:
+        target = torch.from_numpy(into)
+        if self._device is None:
+            return self._begin(partial(dist.irecv, target, group_src=source, tag=tag), source)
         staged = torch.empty(len(into), dtype=torch.uint8, device=self._device)
+        return self._begin(partial(dist.irecv, staged, group_src=source), source, lambda: target.copy_(staged))
+
+    def _begin(self, post: Callable[..., Any], peer: int, then: Callable[[], object] = lambda: None) -> Work:
         try:
-            work = dist.irecv(staged, group=self._group, group_src=source)
+            return _Work(post(group=self._group), peer, timedelta(seconds=self._deadline_s), then)
         except RuntimeError as error:
-            raise _lost(source, error) from error
-        return _Work(work, source, self._deadline_s, lambda: torch.from_numpy(into).copy_(staged))
+            raise _lost(peer, error) from error
 
 
 def transport_of(kind: str, group: Any, device: torch.device, deadline_s: float) -> Transport:
@@ -144,30 +118,32 @@ def transport_of(kind: str, group: Any, device: torch.device, deadline_s: float)
         ConfigError: nccl was requested, but this rank's state lies on no CUDA device.
     """
     if kind == "gloo":
-        return GlooTransport(group, deadline_s)
+        return GroupTransport(group, deadline_s)
     if device.type != "cuda":
         raise ConfigError(
             f"NCCL sends state on CUDA devices; this rank's state lies on {device}.", "REFT_LOAD_TRANSPORT=gloo"
         )
     nccl_group = dist.new_group(backend="nccl", timeout=timedelta(seconds=deadline_s))
-    return DeviceTransport(nccl_group, device, deadline_s)
+    return GroupTransport(nccl_group, deadline_s, device)
 
 
+@dataclass(frozen=True)
 class _Work:
-    def __init__(self, work: Any, peer: int, deadline_s: float, then: Callable[[], object] = lambda: None) -> None:
-        self._work = work
-        self._peer = peer
-        self._deadline = timedelta(seconds=deadline_s)
-        self._then = then
+    """A message of a process group; `then` is called once it has arrived."""
+
+    work: Any
+    peer: int
+    deadline: timedelta
+    then: Callable[[], object]
 
     def wait(self) -> None:
         try:
-            is_done = self._work.wait(self._deadline)
+            is_done = self.work.wait(self.deadline)
         except RuntimeError as error:
-            raise _lost(self._peer, error) from error
+            raise _lost(self.peer, error) from error
         if not is_done:
-            raise _lost(self._peer, TimeoutError(f"no message for {self._deadline.total_seconds():.0f} s"))
-        self._then()
+            raise _lost(self.peer, TimeoutError(f"no message for {self.deadline.total_seconds():.0f} s"))
+        self.then()
 
 
 def _lost(peer: int, error: Exception) -> RestoreError:

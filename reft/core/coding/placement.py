@@ -194,21 +194,20 @@ class Placement:
 
         Computed on demand: a plan for thousands of ranks must not compute all of them.
         """
-        digest = self.division.layout_of[rank]
-        lanes = [lane for cell in self.division.cells_of[digest] for lane in self.lanes_of(cell)]
-        data: list[tuple[int, int, int]] = []
-        parity: list[tuple[int, int, int]] = []
-        for number in lanes:
-            lane = self.lanes[number]
-            if rank in lane.members:
-                for stripe, shard in lane.shards_of(lane.members.index(rank)):
-                    (data if shard < lane.code.k else parity).append((number, stripe, shard))
-        data_blocks, end = self._blocks(data, 0)
-        parity_offset = align(end, self.chunk_bytes)
-        parity_blocks, end = self._blocks(parity, parity_offset)
-        unreplicated, unreplicated_offset = self.division.unreplicated[digest], align(end, self.chunk_bytes)
+        digest, chunk_bytes = self.division.layout_of[rank], self.chunk_bytes
+        sections: tuple[list[ShardBlock], list[ShardBlock]] = ([], [])
+        for number, begins in self.lane_offsets(rank).items():
+            lane, ends = self.lanes[number], list(begins)
+            for stripe, shard in lane.shards_of(lane.members.index(rank)):
+                is_parity = shard >= lane.code.k
+                sections[is_parity].append(ShardBlock(number, stripe, shard, ends[is_parity], lane.shard_bytes))
+                ends[is_parity] += lane.shard_bytes
+        data, parity = sections
+        parity_offset = align(data[-1].offset + data[-1].nbytes, chunk_bytes) if data else 0
+        end = parity[-1].offset + parity[-1].nbytes if parity else parity_offset
+        unreplicated, unreplicated_offset = self.division.unreplicated[digest], align(end, chunk_bytes)
         return RankPlacement(
-            (*data_blocks, *parity_blocks),
+            (*data, *parity),
             len(data),
             parity_offset,
             unreplicated,
@@ -229,14 +228,6 @@ class Placement:
         parity_offset = align(data[-1], self.chunk_bytes)
         parity = accumulate((lane.code.f * lane.shard_bytes for lane in lanes), initial=parity_offset)
         return dict(zip(numbers, zip(data, parity, strict=False), strict=False))
-
-    def _blocks(self, shards: Sequence[tuple[int, int, int]], offset: int) -> tuple[list[ShardBlock], int]:
-        """Returns consecutive blocks for (lane, stripe, shard), and the end of the last block."""
-        blocks = []
-        for number, stripe, shard in shards:
-            blocks.append(ShardBlock(number, stripe, shard, offset, self.lanes[number].shard_bytes))
-            offset += self.lanes[number].shard_bytes
-        return blocks, offset
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,26 +28,11 @@ from numpy.typing import NDArray
 from reft.core.coding.placement import Lane, Placement
 
 
-@dataclass(frozen=True)
-class StripeRead:
-    """The shards that one stripe reads, and the shards that it decodes.
+def stripe_reads(placement: Placement, lane: int, have: Collection[int]) -> list[tuple[int, ...]]:
+    """Returns the k shards that each stripe of a lane reads, ascending.
 
-    Attributes:
-        lane: index in the placement.
-        stripe: index in the lane.
-        shards: k shards to read, ascending: the data shards at hand, then the lowest parity shards
-            at hand. Parity shards are numbered from k on.
-        lost: the data shards to decode from them, ascending.
-    """
-
-    lane: int
-    stripe: int
-    shards: tuple[int, ...]
-    lost: tuple[int, ...]
-
-
-def stripe_reads(placement: Placement, lane: int, have: Collection[int]) -> list[StripeRead]:
-    """Returns the reads of each stripe of a lane, in the order of the stripes.
+    These are the data shards at hand, then the lowest parity shards at hand. Parity shards are
+    numbered from k on. All other shards of the stripe can be computed from them.
 
     Args:
         placement: where all bytes lie.
@@ -69,7 +53,7 @@ def stripe_reads(placement: Placement, lane: int, have: Collection[int]) -> list
                 f"lane {lane}, stripe {stripe}: {len(shards)} of {width} shards are at hand; it takes {k}. "
                 "Bring back the slots of more of its members."
             )
-        reads.append(StripeRead(lane, stripe, shards, tuple(shard for shard in range(k) if shard not in shards)))
+        reads.append(shards)
     return reads
 
 

@@ -37,11 +37,12 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
+from reft.core.coding.erasure import XorProgram, make_program
 from reft.core.coding.placement import Lane, Placement, ranges
 from reft.core.layout.cells import Cell
 from reft.core.layout.layout import ALIGNMENT, align
 from reft.core.layout.regions import RegionCopy
-from reft.core.recovery.gather import StripeRead, assign_readers, stripe_reads
+from reft.core.recovery.gather import assign_readers, stripe_reads
 from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
 
 EVERYTHING = 1 << 62  # bytes; more than any source has
@@ -136,16 +137,20 @@ class StripeSlice:
 
     Attributes:
         lane: the lane of the stripe.
-        read: the shards that are read, and the data shards that are lost.
+        number: index of the lane in the placement.
+        stripe: index in the lane.
+        shards: the k shards that are read, ascending.
         begin: first column.
         end: column behind the last.
         made: the shards to make, ascending.
-        live: the shards of read.shards whose bytes are in the keeper's live memory.
+        live: those of `shards` whose bytes are in the keeper's live memory.
         keeper: new rank.
     """
 
     lane: Lane
-    read: StripeRead
+    number: int
+    stripe: int
+    shards: tuple[int, ...]
     begin: int
     end: int
     made: tuple[MadeShard, ...]
@@ -158,9 +163,14 @@ class StripeSlice:
         return self.end - self.begin
 
     @property
+    def program(self) -> XorProgram:
+        """Makes the shards; its outputs are the packets of `made_packets`."""
+        return make_program(self.lane.code, self.shards, [made.shard for made in self.made])
+
+    @property
     def registers(self) -> int:
         """The number of packets that are read and made."""
-        return (len(self.read.shards) + len(self.made)) * self.lane.code.w
+        return (len(self.shards) + len(self.made)) * self.lane.code.w
 
     def made_packets(self) -> Iterator[tuple[int, int]]:
         """Yields the owner of each made packet, and where its columns lie in the owner's slot."""
@@ -171,14 +181,14 @@ class StripeSlice:
     def cell_range(self, shard: int, packet: int) -> tuple[int, int]:
         """Returns the byte range of a packet's columns in the cell, without padding."""
         # With k = 1 every shard has the same bytes.
-        begin, _ = self.lane.data_range(self.read.stripe, shard if self.lane.code.k > 1 else 0)
+        begin, _ = self.lane.data_range(self.stripe, shard if self.lane.code.k > 1 else 0)
         begin += packet * self.lane.packet_bytes + self.begin
         limit = self.lane.begin + self.lane.nbytes
         return min(begin, limit), min(begin + self.width, limit)
 
     def row(self, shard: int) -> int:
         """Returns the index of a read shard's first packet among the packets of this slice."""
-        return self.read.shards.index(shard) * self.lane.code.w
+        return self.shards.index(shard) * self.lane.code.w
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,7 +389,7 @@ class TransferPlan:
     has_live_cells: bool = False
     makes_parity: bool = False
     sizes: TransferSizes = TransferSizes()
-    _reads: dict[int, list[StripeRead]] = field(default_factory=dict)
+    _reads: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     _lane_ends: dict[int, int] = field(default_factory=dict)
     _offsets: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
     _takers: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
@@ -620,18 +630,23 @@ class TransferPlan:
                 stripes.setdefault((block.lane, block.stripe), []).append(made)
         ready = sorted((self._ready(*stripe), *stripe) for stripe in stripes)
         for window, number, stripe in ready:
-            lane, read = self.placement.lanes[number], self._stripe_read(number, stripe)
+            lane, shards = self.placement.lanes[number], self._stripe_read(number, stripe)
             wanted = tuple(sorted(stripes[number, stripe]))
-            live = tuple(s for s in read.shards if self.has_live_cells and (s < lane.code.k or lane.code.k == 1))
-            rows = (len(read.shards) + len(wanted)) * lane.code.w
+            live = tuple(s for s in shards if self.has_live_cells and (s < lane.code.k or lane.code.k == 1))
+            rows = (len(shards) + len(wanted)) * lane.code.w
             width = min(self.sizes.band // rows, self.sizes.piece // lane.code.w) // ALIGNMENT * ALIGNMENT
             width = max(width, ALIGNMENT)
             for begin in range(0, lane.packet_bytes, width):
                 end = min(begin + width, lane.packet_bytes)
-                yield window, StripeSlice(lane, read, begin, end, wanted, live, keeper)
+                yield window, StripeSlice(lane, number, stripe, shards, begin, end, wanted, live, keeper)
 
     def _ready(self, number: int, stripe: int) -> int:
-        """Returns the window after which all surviving data of a stripe have come."""
+        """Returns the window after which all surviving data of a stripe have come.
+
+        Raises:
+            ValueError: the stripe can't be decoded from the slots at hand.
+        """
+        self._stripe_read(number, stripe)
         lane = self.placement.lanes[number]
         if number not in self._lane_ends:  # of a lane with copies the end, of another one the begin
             offsets = [self._lane_offsets(old)[number] for old in lane.members if old in self.readers.reader_of]
@@ -645,8 +660,8 @@ class TransferPlan:
     def _columns(self, stripe_slice: StripeSlice, rank: int) -> Iterator[TransferOperation]:
         """Yields the operations that bring a slice's columns to its keeper."""
         lane, keeper, width = stripe_slice.lane, stripe_slice.keeper, stripe_slice.width
-        for shard in stripe_slice.read.shards:
-            old, offset = self._input(stripe_slice.read.lane, stripe_slice.read.stripe, shard)
+        for shard in stripe_slice.shards:
+            old, offset = self._input(stripe_slice.number, stripe_slice.stripe, shard)
             reader = self.readers.reader_of[old]
             is_near = self.readers.is_near(old, keeper)
             if shard in stripe_slice.live or rank not in (keeper, reader) or (is_near and rank != keeper):
@@ -695,7 +710,8 @@ class TransferPlan:
             for extent in pieces.extents(*stripe_slice.cell_range(made.shard, packet), row) if pieces else ():
                 yield from self._parts(made.owner, extent, extent.begin, extent.end)
 
-    def _stripe_read(self, lane: int, stripe: int) -> StripeRead:
+    def _stripe_read(self, lane: int, stripe: int) -> tuple[int, ...]:
+        """Returns the shards that a stripe reads."""
         if lane not in self._reads:
             self._reads[lane] = stripe_reads(self.placement, lane, self.readers.reader_of)
         return self._reads[lane][stripe]

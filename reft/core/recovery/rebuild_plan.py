@@ -99,7 +99,7 @@ def chunk_sources(plan: TransferPlan, owner: int, chunk: int) -> tuple[list[int]
     for block in placement.rank_placement(owner).blocks:
         if block.offset < end and begin < block.offset + block.nbytes:
             lane = placement.lanes[block.lane]
-            shards = stripe_reads(placement, block.lane, plan.readers.reader_of)[block.stripe].shards
+            shards = stripe_reads(placement, block.lane, plan.readers.reader_of)[block.stripe]
             lanes.add(block.lane)
             ranks |= {lane.members[lane.member_of(block.stripe, shard)] for shard in shards}
     return sorted(lanes), sorted(ranks)

@@ -152,7 +152,7 @@ def test_every_byte_is_received_once(lost):
         else:  # the data of others, and parity: as much as the lost data
             assert got - digests[rank] <= lane.D * own
             made = [each for each in job.plan(rank, lost).operations(rank) if isinstance(each, DecodeOperation)]
-            parity = sum(sum(s not in each.slice.live for s in each.slice.read.shards) for each in made)
+            parity = sum(sum(s not in each.slice.live for s in each.slice.shards) for each in made)
             assert parity == len(made), "of each stripe only parity comes to the keeper for decoding"
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from reft.client.restore.transport import DeviceTransport, GlooTransport, Transport
+from reft.client.restore.transport import GroupTransport, Transport
 from reft.core.recovery.plan import TransferSizes
 from reft.errors import RestoreError
 from tests.support.loads import CLEAN, Job
@@ -37,7 +37,7 @@ def device_transport(group: Any, deadline_s: float) -> Transport:
 
     There are no tags, so both ranks of a pair must post in the same order.
     """
-    return DeviceTransport(group, torch.device("cpu"), deadline_s)
+    return GroupTransport(group, deadline_s, torch.device("cpu"))
 
 
 def run_rank(
@@ -66,7 +66,7 @@ def run_rank(
 
 def results(
     home: Path, lost: tuple[int, ...] = (), at_chunk: Any = lambda rank, chunk: None, failing: int | None = None,
-    make_transport: Any = GlooTransport,
+    make_transport: Any = GroupTransport,
 ) -> dict[int, tuple[float, str]]:  # fmt: skip
     """Returns each rank's time in seconds and its outcome; a rank that fails has none."""
     all_ended = processes.get_context("fork").Barrier(WORLD - (failing is not None))
@@ -90,7 +90,7 @@ def results(
 
 
 @pytest.mark.parametrize(
-    ("lost", "make_transport"), [((), GlooTransport), ((1,), GlooTransport), ((1,), device_transport)]
+    ("lost", "make_transport"), [((), GroupTransport), ((1,), GroupTransport), ((1,), device_transport)]
 )
 def test_all_bytes_arrive(tmp_path, lost, make_transport):
     outcomes = results(tmp_path, lost, make_transport=make_transport)
@@ -109,9 +109,9 @@ def test_a_peer_that_dies_or_stops_is_named_by_all_others_within_the_deadline(tm
             os.kill(os.getpid(), signal_number)
 
     def fails_after_messages(group: Any, deadline_s: float) -> Transport:
-        return Failing(group, deadline_s) if dist.get_rank() == failing else GlooTransport(group, deadline_s)
+        return Failing(group, deadline_s) if dist.get_rank() == failing else GroupTransport(group, deadline_s)
 
-    class Failing(GlooTransport):
+    class Failing(GroupTransport):
         """A keeper reads no slot, so it fails at a message."""
 
         count = 0
@@ -125,7 +125,7 @@ def test_a_peer_that_dies_or_stops_is_named_by_all_others_within_the_deadline(tm
     is_keeper = failing in lost
     outcomes = results(
         tmp_path, lost, (lambda rank, chunk: None) if is_keeper else fails, failing,
-        fails_after_messages if is_keeper else GlooTransport,
+        fails_after_messages if is_keeper else GroupTransport,
     )  # fmt: skip
     assert sorted(outcomes) == [rank for rank in range(WORLD) if rank != failing]
     said = f"RestoreError: rank {failing} stopped answering during the load"

@@ -275,11 +275,11 @@ def test_lost_slots_are_made_from_shards_at_hand(kind, seed):
         made: dict[int, list[tuple[int, int]]] = {}
         for each in (o.slice for o in operations if isinstance(o, DecodeOperation)):
             lane, members = each.lane, each.lane.members
-            owner_of = {s: members[lane.member_of(each.read.stripe, s)] for s in range(lane.code.k + lane.code.f)}
-            assert each.keeper == rank and len(each.read.shards) == lane.code.k
-            assert all(owner_of[shard] in job.readers.reader_of for shard in each.read.shards)
+            owner_of = {s: members[lane.member_of(each.stripe, s)] for s in range(lane.code.k + lane.code.f)}
+            assert each.keeper == rank and len(each.shards) == lane.code.k
+            assert all(owner_of[shard] in job.readers.reader_of for shard in each.shards)
             at_hand = [s for s in range(lane.code.k) if owner_of[s] in job.readers.reader_of]
-            assert lane.code.k == 1 or set(at_hand) <= set(each.read.shards), "data at hand is read, not decoded"
+            assert lane.code.k == 1 or set(at_hand) <= set(each.shards), "data at hand is read, not decoded"
             for one in each.made:
                 assert one.owner in job.lost and owner_of[one.shard] == one.owner
                 for packet in range(lane.code.w):
@@ -305,7 +305,7 @@ def test_all_columns_come_before_their_slice_is_decoded_and_live_ones_do_not_com
                 columns[id(operation.slice)] += sum(part.nbytes for part in operation.parts)
             elif isinstance(operation, DecodeOperation):
                 each = operation.slice
-                shards = len(each.read.shards) - len(each.live)
+                shards = len(each.shards) - len(each.live)
                 assert columns.pop(id(each), 0) == shards * each.lane.code.w * each.width
         assert not columns
 

@@ -49,7 +49,7 @@ def test_only_stripes_of_the_lost_rank_are_read():
     listed = operations(placement, set(range(70)) - {5}, {5})
     slices = [each.slice for each in listed if isinstance(each, DecodeOperation)]
     assert len(slices) == lane.code.k + lane.code.f == 64
-    assert all(len(each.read.shards) == lane.code.k and len(each.made) == 1 for each in slices)
+    assert all(len(each.shards) == lane.code.k and len(each.made) == 1 for each in slices)
     assert sum(isinstance(each, ReadOperation) for each in listed) == 64 * lane.code.k
     emitted = [each for each in listed if isinstance(each, EmitOperation)]
     assert [each.slice for each in emitted] == slices and not any(each.parts or each.messages for each in emitted)
@@ -73,7 +73,7 @@ def test_the_sources_of_a_chunk_are_those_that_are_read_for_it(scheme):
             (made,) = each.slice.made
             for byte in range(made.offset, made.offset + each.slice.lane.shard_bytes):
                 lanes, ranks = expected.setdefault(byte // placement.chunk_bytes, (set(), set()))
-                lanes.add(each.slice.read.lane)
+                lanes.add(each.slice.number)
                 ranks.add(each.owner)
     assert len(expected) == -(-placement.rank_placement(2).data_bytes // placement.chunk_bytes)
     for chunk, (lanes, ranks) in expected.items():
