@@ -113,7 +113,7 @@ class FlatTensorView:
                 np.copyto(run[first:last], data[at : at + last - first])
 
     def scatter(self, begin: int, starts: Starts, nbytes: Starts, data: Bytes) -> None:
-        """Writes runs that lie end to end in `data`; for a device it only begins, see `wait`.
+        """Writes runs that lie end to end in `data`; for a device see `write`.
 
         Args:
             begin: the offset from which `starts` count.

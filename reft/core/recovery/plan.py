@@ -173,7 +173,7 @@ class StripeSlice:
         return (len(self.shards) + len(self.made)) * self.lane.code.w
 
     def made_packets(self) -> Iterator[tuple[int, int]]:
-        """Yields the owner of each made packet, and where its columns lie in the owner's slot."""
+        """Yields each made packet's owner, and where its columns begin in that slot."""
         for made in self.made:
             for packet in range(self.lane.code.w):
                 yield made.owner, made.offset + packet * self.lane.packet_bytes + self.begin
@@ -339,7 +339,7 @@ class _NeededPieces(NamedTuple):
     needs: Sequence[Sequence[PieceTransfer]]
 
     def extents(self, begin: int, end: int, at: int, copies: tuple[int, ...] = ()) -> Iterator[_Extent]:
-        """Yields what bytes begin..end have of pieces, for a source that has them from `at` on."""
+        """Yields the extents of bytes begin..end, which a source has from `at` on."""
         for i in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.offsets)):
             offset = self.offsets[i]
             if offset >= end:
@@ -437,7 +437,7 @@ class TransferPlan:
     # Slots at hand
 
     def _extents(self, source: _Source, needs: _Needs) -> Iterator[_Extent]:
-        """Yields the extents of a slot or capsule that some need in `needs` takes, in order."""
+        """Yields the extents of a source that `needs` take, in their order there."""
         where, owner = source
         lanes = self._lane_offsets(owner) if where is PieceSource.SLOT else {}
         for is_parity in (False, True):
@@ -484,7 +484,7 @@ class TransferPlan:
         return min(max((lane.begin + lane.nbytes - end) // step + 1, 0), len(run))
 
     def _copies(self, lane: Lane, stripe: int) -> tuple[int, ...]:
-        """Returns the old ranks whose slots at hand have a copy of a stripe's only data shard."""
+        """Returns old ranks with a slot at hand that copies a stripe's only data shard."""
         if lane.code.k > 1 or not lane.code.f:
             return ()
         holders = (lane.members[lane.member_of(stripe, shard)] for shard in range(lane.code.f + 1))
