@@ -206,7 +206,7 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
     with failing(as_json):
         address = local_address(daemon)
         reply = ask(address, "Status", pb.StatusRequest(job=job, deep=True))
-        view = status_view.job_view(reply.jobs[0])
+        view = status_view.job_view(reply.jobs[0], surveys(address, reply).get(job))
         others = [node.node for node in view.nodes if node.node != reply.node]
         if not yes:
             if as_json or not sys.stdin.isatty():

@@ -14,15 +14,20 @@ from reft.cli.status_text import aligned, spans, wrapped
 from reft.core.budget import format_bytes
 from reft.core.coding.placement import Placement
 from reft.core.commit.version import Version
-from reft.core.recovery import rebuild_plan, recovery
+from reft.core.recovery import rebuild_plan
+from reft.core.recovery.holdings import HoldingState
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.status.health import Health
-from reft.core.text import counted, every, more
+from reft.core.text import counted, more
 from reft.wire.inventory import JobSurvey
-from reft.wire.v1 import daemon_pb2 as pb
 
 CELLS_SHOWN = 8  # cells of a lost node; --json shows all cells
-PARTIAL_MAX = 3  # versions that can't be restored and whose reason is shown
+HEALTH = {
+    HoldingState.EMPTY: Health.WARN,
+    HoldingState.WHOLE: Health.OK,
+    HoldingState.RECOVERABLE: Health.WARN,
+    HoldingState.UNRECOVERABLE: Health.ERR,
+}
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class RecoveryView:
         silent: names of the nodes that do not answer.
         newer: sentences: why each version newer than `version` can't be restored. If `version` is
             None, why no version can. Lines call them "lost", the document "missing".
+        remedy: what to do if no version can be restored; else empty.
     """
 
     job: str
@@ -121,6 +127,7 @@ class RecoveryView:
     silent: tuple[str, ...]
     lost: tuple[LostView, ...]
     newer: tuple[str, ...]
+    remedy: str = ""
 
 
 def recovery_view(
@@ -134,21 +141,12 @@ def recovery_view(
         plan: made from the survey.
         erased: (node, slot, version) of slots and capsules that failed their digests.
     """
-    newer = tuple(_why_not(job_survey, plan, erased))
-    silent, base = job_survey.silent, plan.base
-    if base is None and not (job_survey.inventory.had_whole or erased):
-        reason = "no version was ever whole: there is nothing to recover. A restart starts without a snapshot."
-        return RecoveryView(job, "empty", Health.WARN, reason, None, silent, (), newer)
-    if base is None:
-        reason = "no version is whole now: the job can't be recovered from memory."
-        return RecoveryView(job, "unrecoverable", Health.ERR, reason, None, silent, (), newer)
-    lost = tuple(_lost(job_survey, plan))
-    if not lost:
-        reason = f"nothing is lost: {base} is held by {every(len(plan.sources), 'rank')}."
-        return RecoveryView(job, "whole", Health.OK, reason, base, silent, (), newer)
-    ranks = counted(sum(len(node.ranks) for node in lost), "rank")
-    reason = f"the slots of {ranks} are lost, but {base} can be restored completely."
-    return RecoveryView(job, "recoverable", Health.WARN, reason, base, silent, lost, newer)
+    holdings = job_survey.holdings(job, erased)
+    lost = tuple(_lost(job_survey, plan)) if plan.capsules else ()
+    return RecoveryView(
+        job, holdings.state.value, HEALTH[holdings.state], holdings.reason, holdings.version, job_survey.silent, lost,
+        holdings.missing, holdings.remedy,
+    )  # fmt: skip
 
 
 def with_targets(view: RecoveryView, targets: Mapping[str, str]) -> RecoveryView:
@@ -196,29 +194,17 @@ def _holds(job_survey: JobSurvey, ident: str) -> bool:
     return ident in job_survey.replies and job_survey.replies[ident].HasField("decision")
 
 
-def _why_not(job_survey: JobSurvey, plan: RecoveryPlan, erased: Collection[tuple[str, str, Version]]) -> list[str]:
-    """Returns why versions newer than the base can't be restored."""
-    lines = []
-    for shortfall in plan.partial[:PARTIAL_MAX]:
-        epoch = shortfall.version.epoch
-        manifest = job_survey.manifests.get(epoch, pb.Manifest())
-        places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
-        lines += recovery.describe(shortfall, job_survey.placements.get(epoch), places)
-    lines += [
-        f"{version}, {slot} on {job_survey.names.get(node, node)}: damaged."
-        for node, slot, version in sorted(erased, key=str)
-    ]
-    return lines
-
-
 def recovery_lines(view: RecoveryView) -> list[str]:
     """Returns the lines for people, at most 88 columns wide."""
     lines = wrapped("job     ", f"{view.job}  {view.version or 'no version'}")
     lines += wrapped("health  ", f"{view.health.value}  {view.reason}")
     if view.silent:
         lines += wrapped("silent  ", f"no answer from {', '.join(view.silent)}")
-    for line in view.newer:
-        lines += wrapped("lost    ", line)
+    if view.remedy:  # the reason says what is missing
+        lines += wrapped("fix     ", view.remedy)
+    else:
+        for line in view.newer:
+            lines += wrapped("lost    ", line)
     if view.lost:
         rows = [
             (
@@ -291,6 +277,7 @@ def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, 
             for node in view.lost
         ],
         "missing": list(view.newer),
+        "remedy": view.remedy or None,
         "rebuilt": list(rebuilt),
         "exit_code": exit_code,
     }

@@ -43,6 +43,8 @@ def job_lines(job: JobView) -> list[str]:
     name = job.script.rpartition("/")[2]
     lines = wrapped("job     ", f"{job.job}  {name + ', ' if name else ''}{ranks}{every}, up {duration(job.up_s)}")
     lines += wrapped("health  ", f"{job.health.value}  {job.reason}")
+    if job.remedy:
+        lines += wrapped("fix     ", job.remedy)
     lines += protection_lines(job)
     lines += memory_lines(job)
     lines += ["", *node_table(job.nodes), "", *rank_table(job.ranks), "", *survival_table(job)]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reft.core.commit.version import Version
-from reft.core.status.health import Health, JobFacts, RankFacts, judge, survival
+from reft.core.recovery.holdings import Holdings
+from reft.core.status.health import Health, JobFacts, RankFacts, held_version, judge, survival
 from reft.core.status.loss_analysis import LossReport
 from reft.core.status.protection import Protection
 from reft.wire import messages
@@ -90,6 +91,7 @@ class JobView:
     own: Sequence[tuple[str, Sequence[int]]]
     held_bytes: int
     peak_bytes: int
+    remedy: str
 
 
 def worst(jobs: Sequence[JobView]) -> Health:
@@ -107,14 +109,16 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
     epoch = messages.epoch_from(status.epoch)
     base = messages.version_from(status.base) if status.HasField("base") else None
     # Until the first step after an attach is whole, the job holds the version that attach restored.
-    whole = Version(epoch, status.whole) if status.whole >= 0 else base
+    announced = Version(epoch, status.whole) if status.whole >= 0 else base
+    holdings = _holdings(status, job_survey) if job_survey else None
+    whole = held_version(announced, holdings)
     entries = sorted(status.ranks, key=lambda rank: rank.rank)
     judged = job_survey.protection() if job_survey else None
     protection = judged[0] if judged else None
     mismatched = _leaves_of(status.mismatched, job_survey)
     facts = JobFacts(
         status.world, [_facts(entry) for entry in entries], whole, status.backing, list(status.silent_nodes),
-        max(status.every, 1), protection, status.degraded, mismatched,
+        max(status.every, 1), protection, status.degraded, mismatched, holdings,
     )  # fmt: skip
     health, reason = judge(facts)
     ranks = [_rank_view(entry) for entry in entries]
@@ -124,7 +128,19 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         health, reason, whole.step if whole else None, base.step if base else None,
         _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
         protection, status.degraded_s, mismatched, own, status.held_bytes, status.peak_bytes,
+        holdings.remedy if holdings else "",
     )  # fmt: skip
+
+
+def _holdings(status: pb.JobStatus, job_survey: JobSurvey) -> Holdings | None:
+    """Returns what is held; None if the survey of a training job has missed it.
+
+    Slots change while they are read. So a survey of a job that trains may miss the version that all
+    daemons have just found whole.
+    """
+    holdings = job_survey.holdings(status.job)
+    is_training = any(rank.alive for rank in status.ranks) and not status.silent_nodes and status.whole >= 0
+    return None if holdings.version is None and is_training else holdings
 
 
 def _leaves_of(cells: Sequence[int], job_survey: JobSurvey | None) -> list[str]:
@@ -213,6 +229,7 @@ def _job_document(job: JobView) -> dict[str, Any]:
         "backing": job.backing,
         "health": job.health.value,
         "reason": job.reason,
+        "remedy": job.remedy or None,
         "whole_step": job.whole,
         "base_step": job.base,
         "held_bytes": job.held_bytes,

@@ -41,7 +41,8 @@ def survey(
             f"the daemon at {address} holds no job {job!r}.", "reft-cli status lists the jobs that the daemon holds"
         )
     replies: dict[str, pb.InventoryReply] = {**(others or {}), own.node_id: own}
-    silent: dict[str, str] = {}
+    silent: list[str] = []
+    emptied: list[str] = []
     asked: set[str] = set()
     for _ in range(ROUNDS_MAX):
         absent = [node for node in JobSurvey(replies).absent([]) if node.id not in asked]
@@ -49,28 +50,23 @@ def survey(
             break
         asked |= {node.id for node in absent}
         reply = ask(address, "Survey", pb.SurveyRequest(job=job, nodes=absent), SURVEY_DEADLINE_S)
-        silent |= _add_replies(replies, reply.nodes)
+        _add_replies(replies, reply.nodes)
+        silent += [each.node.name for each in reply.nodes if not each.HasField("reply")]
+        emptied += [each.node.name for each in reply.nodes if each.HasField("reply") and not is_itself(each)]
     addresses: dict[str, list[str]] = {}
     unnamed = [pb.Node(name=each, addresses=[each]) for each in sorted(set(onto))]
     if unnamed:
         reply = ask(address, "Survey", pb.SurveyRequest(job=job, nodes=unnamed), SURVEY_DEADLINE_S)
         _add_replies(replies, reply.nodes)
         addresses = {each.reply.node_id: list(each.node.addresses) for each in reply.nodes if each.reply.node_id}
-    return JobSurvey(replies, tuple(sorted(silent.values()))), addresses
+    return JobSurvey(replies, tuple(sorted(silent)), tuple(sorted(emptied))), addresses
 
 
-def _add_replies(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.SurveyedNode]) -> dict[str, str]:
-    """Adds each reply under the id of the node that gave the reply.
-
-    Returns id → name of the nodes that did not answer themselves.
-    """
-    silent = {}
+def _add_replies(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.SurveyedNode]) -> None:
+    """Adds each reply under the id of the node that gave the reply."""
     for surveyed in nodes:
         if surveyed.HasField("reply") and surveyed.reply.node_id and surveyed.reply.HasField("decision"):
             replies.setdefault(surveyed.reply.node_id, surveyed.reply)
-        if not is_itself(surveyed):
-            silent[surveyed.node.id] = surveyed.node.name
-    return silent
 
 
 def surveys(address: str, reply: pb.StatusReply) -> dict[str, JobSurvey]:

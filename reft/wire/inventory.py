@@ -17,6 +17,7 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.snapshot_interval import FailureHistory
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery import recovery
+from reft.core.recovery.holdings import Holdings, judge_holdings
 from reft.core.recovery.inventory import Inventory, ManifestFacts, ManifestNode, NodeInventory
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
 from reft.core.status.loss_analysis import LossAnalysis
@@ -30,14 +31,14 @@ def is_itself(surveyed: pb.SurveyedNode) -> bool:
     """Returns whether the surveyed node itself has answered.
 
     An answer with another id comes from another node, for example after a reboot. The memory of the
-    first node is lost then. The slots of the other node would count twice.
+    first node is lost then (*emptied*). The slots of the other node would count twice.
     """
     return surveyed.HasField("reply") and surveyed.reply.node_id == surveyed.node.id
 
 
 def facts_from(manifest: pb.Manifest) -> ManifestFacts:
     """Returns the parts of a manifest that decisions need."""
-    members = tuple(ManifestNode(node.id, node.name, node.domain) for node in manifest.nodes)
+    members = tuple(ManifestNode(node.id, node.name, node.domain, tuple(node.ranks)) for node in manifest.nodes)
     return ManifestFacts(manifest.token, members, FailureHistory(manifest.trained_s, manifest.failures))
 
 
@@ -60,12 +61,12 @@ class JobSurvey:
 
     Attributes:
         replies: node id → the reply of its daemon.
-        silent: names of nodes of the newest manifest that did not answer.
-        before: see `Inventory`.
+        silent, emptied, before: see `Inventory`.
     """
 
     replies: Mapping[str, pb.InventoryReply]
     silent: tuple[str, ...] = ()
+    emptied: tuple[str, ...] = ()
     before: JobSurvey | None = None
 
     @cached_property
@@ -75,6 +76,7 @@ class JobSurvey:
             {node: inventory_from(node, reply) for node, reply in self.replies.items()},
             {epoch: facts_from(manifest) for epoch, manifest in self.manifests.items()},
             self.silent,
+            self.emptied,
             self.before.inventory if self.before else None,
         )
 
@@ -157,6 +159,15 @@ class JobSurvey:
 
     def _make_plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
         return recovery.plan(self.held, self.copies, self.placements, self.decision, erased)
+
+    def holdings(self, job: str, erased: Collection[tuple[str, str, Version]] = ()) -> Holdings:
+        """Returns what is held of the job now.
+
+        Args:
+            job: name of the job.
+            erased: as of `plan`.
+        """
+        return judge_holdings(job, self.inventory, self.plan(erased), self.placements, erased)
 
     def absent(self, nodes: Sequence[pb.Node]) -> list[pb.Node]:
         """Returns the known nodes that are not among `nodes` and did not answer.

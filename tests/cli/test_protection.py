@@ -91,10 +91,9 @@ def test_a_node_is_lost():
     ]
     assert "a node                    NO        all steps of this run" in lines
     lines = lines_of(job_survey(4, {1, 2}), silent_nodes=["node-b", "node-c"])
-    assert lines[1:3] == [
-        "health  ERR  no answer from the daemon of node-b, node-c, and without it no step can be",
-        "        restored.",
-    ]
+    text = " ".join(line.strip() for line in lines)
+    assert lines[1].startswith("health  ERR  job run1 had a whole version, but no version is whole now: step 40")
+    assert "Node node-b does not answer. Node node-c does not answer. fix     start node-b, node-c" in text
 
 
 def test_the_time_in_degraded_is_shown():
@@ -242,6 +241,28 @@ def test_a_job_that_was_never_whole():
     for each in found.replies.values():
         each.had_whole = False
     assert recovery_view("run1", found, found.plan(()), ()).outcome == "empty"
+
+
+def test_status_and_recover_say_the_same_of_a_total_loss():
+    """All slots are gone. The daemons remember the base, which is no slot."""
+    found = job_survey(2, steps=())
+    for each in found.replies.values():
+        each.decision.base.CopyFrom(pb.Version(epoch=EPOCH, step=40))
+    status = job(rank(0, alive=False), rank(1, alive=False), whole=-1, base=pb.Version(epoch=EPOCH, step=40))
+    view, recovery = status_view.job_view(status, found), recovery_view("run1", found, found.plan(()), ())
+    assert view.health is recovery.health is Health.ERR
+    assert view.reason == recovery.reason and "no version is whole now: no slots are left." in view.reason
+    assert view.remedy == recovery.remedy == "reft-cli purge run1 --yes, then start from your checkpoint"
+    assert view.whole is None and not any(survives for _, survives, _ in view.survives)
+    text = status_text.status_lines(reply(status), [view])
+    assert "fix     reft-cli purge run1 --yes, then start from your checkpoint" in text
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_survey_that_misses_slots_of_a_job_in_training_is_no_loss(is_alive):
+    found = job_survey(1, steps=())
+    view = status_view.job_view(job(rank(0, alive=is_alive)), found)
+    assert (view.health is Health.ERR) is not is_alive and (view.whole is None) is not is_alive
 
 
 @pytest.mark.parametrize("wrong", [["a"], ["=unix:/x"], ["a=unix:/x", "a=unix:/y"], ["a=nonsense"]])

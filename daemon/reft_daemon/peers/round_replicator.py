@@ -77,6 +77,13 @@ class PeerChannels:
         """Whether one of the node's addresses is this daemon's."""
         return not self._own_addresses.isdisjoint(node.addresses)
 
+    def is_self(self, node: pb.Node) -> bool:
+        """Whether all addresses of the node are this daemon's.
+
+        The node of another host may have the same socket path, but not the same TCP address too.
+        """
+        return bool(node.addresses) and self._own_addresses.issuperset(node.addresses)
+
     async def call(
         self, node: pb.Node, token: bytes, service: type, method: str, request: Message,
         deadline_s: float | None, reconnect: bool = False,

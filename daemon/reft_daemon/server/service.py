@@ -200,6 +200,10 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def _request_inventory(
         self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest, deadline_s: float
     ) -> pb.SurveyedNode:
+        if self._registry.peers.is_self(node):
+            # Its arena is gone: this daemon began with an empty folder, so it has another id.
+            own = pb.InventoryReply(node=self._identity.node, node_id=self._registry.arena.node_id)
+            return pb.SurveyedNode(node=node, reply=own)
         # Each address gets an equal part of the time. A missing unix socket fails at once. When
         # orphans are to be ended, an address has just answered, and the other addresses fail at
         # once.

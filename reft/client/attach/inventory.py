@@ -165,9 +165,10 @@ def _add(survey: JobSurvey, reply: pb.SurveyReply) -> tuple[JobSurvey, list[pb.N
     A node may be asked again if it had little time and did not answer.
     """
     answers = {each.node.id: each.reply for each in reply.nodes if is_itself(each)}
-    missing = [each for each in reply.nodes if not is_itself(each)]
+    missing = [each for each in reply.nodes if not each.HasField("reply")]
     asked = {each.node.name for each in reply.nodes}
     silent = (*(name for name in survey.silent if name not in asked), *(each.node.name for each in missing))
-    return replace(survey, replies={**survey.replies, **answers}, silent=silent), [
-        each.node for each in missing if each.brief and not each.HasField("reply")
-    ]
+    others = (each.node.name for each in reply.nodes if each.HasField("reply") and not is_itself(each))
+    replies, emptied = {**survey.replies, **answers}, (*survey.emptied, *others)
+    again = [each.node for each in missing if each.brief]
+    return replace(survey, replies=replies, silent=silent, emptied=emptied), again

@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Description, Introduction
 from reft.client.attach.inventory import Erasure
@@ -23,6 +22,7 @@ from reft.client.restore.reshard import is_reshaped
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Version
+from reft.core.recovery import holdings
 from reft.core.recovery.lineage import known_to, next_epoch
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.errors import ReftError, RestoreError
@@ -140,13 +140,14 @@ def recover(job: str, survey: JobSurvey, erased: Collection[Erasure], may_start_
     survey.inventory.refuse_rivals(job)
     recovery = survey.plan(erased)
     if recovery.base is None and not may_start_fresh:
-        raise RestoreError(report.lost(job, survey, recovery, erased), report.lost_remedy(job, survey))
+        held = survey.holdings(job, erased)
+        raise RestoreError(held.reason, held.remedy)
     return recovery
 
 
 def may_start_fresh(survey: JobSurvey, erased: Collection[Erasure]) -> bool:
     """Decides whether an attach may start without a base: if nothing of the job was ever whole."""
-    return not erased and not survey.inventory.had_whole
+    return holdings.may_start_fresh(survey.inventory, erased)
 
 
 def make_plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement, exposures
 from reft.core.commit.version import Version
-from reft.core.recovery.recovery import RecoveryPlan, describe
+from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.text import counted
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
@@ -32,37 +32,6 @@ def set_aside(version: Version | None, damaged: Sequence[int]) -> str:
     """
     ranks = ", ".join(map(str, damaged[:3])) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
     return f"{version} of rank {ranks} is damaged, or differs from its replicas: trying other copies, then an older version."
-
-
-def lost(job: str, job_survey: JobSurvey, plan: RecoveryPlan, erased: Iterable[tuple[str, str, Any]]) -> str:
-    """Returns why a job that had a whole version has none now.
-
-    Args:
-        job: name of the job.
-        job_survey: the answers of all daemons.
-        plan: the recovery plan, without a base.
-        erased: node id, slot and version of everything that was found damaged.
-    """
-    names = {node.id: node.name for manifest in job_survey.manifests.values() for node in manifest.nodes}
-    parts = []
-    for shortfall in plan.partial[:1]:
-        epoch = shortfall.version.epoch
-        manifest = job_survey.manifests.get(epoch, pb.Manifest())
-        places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
-        parts += describe(shortfall, job_survey.placements.get(epoch), places)
-    damaged = sorted(erased, key=lambda each: (each[2].order, each[0]), reverse=True)
-    parts += [f"{version} on node {names.get(node, node)} is damaged." for node, _, version in damaged]
-    parts += [f"Node {name} does not answer." for name in job_survey.silent]
-    return f"job {job} had a whole version, but no version is whole now: {' '.join(parts) or 'no slots are left.'}"
-
-
-def lost_remedy(job: str, job_survey: JobSurvey) -> str:
-    """Returns the remedy if no version is whole now."""
-    purge = f"reft-cli purge {job} --yes, then start from your checkpoint"
-    if not job_survey.silent:
-        return purge
-    nodes = ", ".join(job_survey.silent)
-    return f"start {nodes} and its reft-daemon again with the old slots, then start the job; if that memory is gone: {purge}"
 
 
 def restored(

@@ -39,11 +39,13 @@ class ManifestNode:
         id: id of the node.
         name: the name that a person gave the node; empty: none.
         domain: label of its failure domain; empty: the node fails alone.
+        ranks: the ranks that run there.
     """
 
     id: str
     name: str = ""
     domain: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Inventory:
         manifests: epoch → the manifest that its versions were written under, if any node has that
             manifest.
         silent: names of nodes of the newest manifest that did not answer.
+        emptied: names of such nodes where another daemon answered: what the node held is gone.
         before: the inventory of the first try of this attach; None in the first try. A later try
             follows if the first base turned out damaged. The first try's decision wrote nothing.
             So `before` says which history is in force.
@@ -102,6 +105,7 @@ class Inventory:
     reports: Mapping[str, NodeInventory]
     manifests: Mapping[Epoch, ManifestFacts]
     silent: tuple[str, ...] = ()
+    emptied: tuple[str, ...] = ()
     before: Inventory | None = None
 
     @cached_property
@@ -199,7 +203,7 @@ class Inventory:
             return FailureHistory()
         last = [self.reports[node] for node, each in self.decisions.items() if each.epoch == decision.epoch]
         # A silent node may have failed and can't say so. So it counts as a failure.
-        has_failed = bool(self.silent) or any(each.failed for each in last)
+        has_failed = bool(self.silent or self.emptied) or any(each.failed for each in last)
         return self.manifests[decision.epoch].history.after(max(each.trained_s for each in last), has_failed)
 
     @cached_property

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from reft.core.commit.version import Version
+from reft.core.recovery.holdings import Holdings
 from reft.core.status.protection import Protection, ProtectionWord
 from reft.core.text import every
 
@@ -53,13 +54,14 @@ class JobFacts:
     Attributes:
         world: number of ranks.
         ranks: facts of each rank.
-        whole: the newest whole version; None if there is none.
+        whole: the newest whole version that is held; None if there is none.
         backing: "tmpfs", "memfd", or "unlinked": files of a tmpfs that were removed.
         silent_nodes: names of the nodes that did not answer.
         interval: snapshots are taken every so many steps.
         protection: what the state survives now; None if not known.
         is_degraded: whether the job was restored after a loss, and is not whole again yet.
         mismatched: leaves whose replicas differ.
+        holdings: what is held now; None if not known.
     """
 
     world: int
@@ -71,6 +73,7 @@ class JobFacts:
     protection: Protection | None = None
     is_degraded: bool = False
     mismatched: Sequence[str] = ()
+    holdings: Holdings | None = None
 
     @property
     def word(self) -> ProtectionWord | None:
@@ -82,6 +85,8 @@ class JobFacts:
 
 def judge(job: JobFacts) -> tuple[Health, str]:
     """Returns the health, and a sentence on the possible loss now."""
+    if job.holdings is not None and job.holdings.is_lost:
+        return Health.ERR, job.holdings.reason
     if job.silent_nodes:
         return _judge_incomplete(job, ", ".join(job.silent_nodes))
     if job.whole is None:
@@ -113,14 +118,12 @@ def judge(job: JobFacts) -> tuple[Health, str]:
 
 def _judge_incomplete(job: JobFacts, names: str) -> tuple[Health, str]:
     """Returns the health and the sentence if some daemons do not answer."""
-    if job.protection is None:
+    if job.holdings is None:
         return Health.WARN, f"no answer from the daemon of {names}; its slots are not known."
-    if job.protection.version is not None:
-        step = job.protection.version.step
-        return Health.WARN, f"no answer from the daemon of {names}; step {step} can be restored without it."
-    if job.whole is None:
+    if job.holdings.version is None:
         return Health.WARN, f"no answer from the daemon of {names}, and nothing is whole yet."
-    return Health.ERR, f"no answer from the daemon of {names}, and without it no step can be restored."
+    step = job.holdings.version.step
+    return Health.WARN, f"no answer from the daemon of {names}; step {step} can be restored without it."
 
 
 def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
@@ -179,3 +182,16 @@ def _pair_loss(protection: Protection, step: str, everything: str) -> tuple[bool
 def _names(names: Sequence[str]) -> str:
     more = f" or {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
     return " or ".join(names[:NAMES_MAX]) + more
+
+
+def held_version(announced: Version | None, holdings: Holdings | None) -> Version | None:
+    """Returns the newest whole version that is held now; None if there is none.
+
+    Args:
+        announced: the newest version that the round called whole, or the base of the attach.
+        holdings: what is held now; None if not known.
+    """
+    if holdings is None or (announced is None and holdings.version is None):
+        return announced
+    versions = [version for version in (announced, holdings.version) if version is not None]
+    return None if holdings.version is None else min(versions, key=lambda version: version.order)

@@ -69,7 +69,7 @@ def test_a_node_at_the_address_of_a_lost_node_is_not_counted_twice(monkeypatch, 
         )
 
     found = inventory.survey_absent_nodes(JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
-    assert (sorted(found.replies), found.silent, asked) == (["a"], ("b",), [False])
+    assert (sorted(found.replies), found.silent, found.emptied, asked) == (["a"], (), ("b",), [False])
 
 
 def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.InventoryReply:

@@ -20,9 +20,6 @@ from reft import errors
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachArguments
 from reft.config import Config, Launch
-from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.recovery import RecoveryPlan, Shortfall
-from reft.wire.inventory import JobSurvey
 from reft.wire.slot_format import PAGE, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.scenarios.test_state_kinds import Keeper, step_once, train
@@ -346,15 +343,6 @@ def test_if_all_versions_are_damaged_attach_fails(daemon):
     trainers = Trainers(Spec(daemon.address))
     assert trainers.wait() == [1]
     assert "RestoreError" in trainers.errors() and "damaged" in trainers.errors()
-
-
-def test_a_loss_is_reported_without_a_known_placement():
-    version = Version(Epoch(1, b"e" * 16), 8)
-    found = report.lost("job", JobSurvey({}), RecoveryPlan(None, partial=(Shortfall(version, is_placed=False),)), [])
-    assert (
-        found.startswith("job job had a whole version")
-        and "no daemon that answers knows how its bytes were placed" in found
-    )
 
 
 def test_another_number_of_ranks_restores_the_state(daemon):

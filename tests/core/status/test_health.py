@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reft.core.commit.version import Epoch, Version
-from reft.core.status.health import LAG_STEPS, Health, JobFacts, RankFacts, judge, survival
+from reft.core.recovery.holdings import Holdings, HoldingState
+from reft.core.status.health import LAG_STEPS, Health, JobFacts, RankFacts, held_version, judge, survival
 
 EPOCH = Epoch(1, b"1" * 16)
 
@@ -82,3 +83,20 @@ def test_which_losses_are_survived():
 def test_removed_files_are_a_warning():
     word, sentence = judge(replace(GOOD, backing="unlinked"))
     assert word is Health.WARN and "files were removed" in sentence
+
+
+LOST = Holdings(HoldingState.UNRECOVERABLE, None, (), "no version is whole now: no slots are left.", "purge")
+
+
+def test_total_loss_is_an_error_whatever_was_announced():
+    assert judge(replace(GOOD, holdings=LOST)) == (Health.ERR, LOST.reason)
+    assert judge(replace(GOOD, holdings=LOST, silent_nodes=["n1"])) == (Health.ERR, LOST.reason)
+
+
+def test_a_version_is_held_only_if_it_can_be_restored():
+    held = Holdings(HoldingState.WHOLE, at(8), (), "")
+    assert held_version(at(10), LOST) is None
+    assert held_version(at(10), held) == at(8), "newer slots are gone"
+    assert held_version(at(6), held) == at(6), "step 8 is not announced yet"
+    assert held_version(None, held) == at(8), "all trainers died before it was announced"
+    assert held_version(at(10), None) == at(10) and held_version(None, LOST) is None

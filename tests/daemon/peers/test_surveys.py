@@ -84,6 +84,9 @@ async def test_a_node_that_answers_gets_time_to_end_its_orphans(job):
     asked = []
 
     class Peers:
+        def is_self(self, node):
+            return False
+
         async def call(self, node, token, service, method, request, deadline_s, reconnect):
             asked.append((node.name, request.end_orphans, deadline_s))
             if node.name == "gone":

@@ -1,0 +1,134 @@
+"""Judges what the daemons hold of a job now: the one answer for `status`, `recover` and attach.
+
+    inventories of all daemons that answer ─► Inventory ─┐
+    recovery plan ───────────────────────────────────────┴─► judge_holdings ─► Holdings
+                                                               status, status --check: health
+                                                               recover: outcome, exit code
+                                                               attach: base, fresh start, or error
+
+    state         what is held                                  status   recover   attach
+    EMPTY         no step was ever whole                        WARN     0         starts at step 0
+    WHOLE         every rank's slot of the newest version       as else  0         restores
+    RECOVERABLE   a version can be decoded; slots are lost      WARN     0         restores
+    UNRECOVERABLE a step was whole, and no version can be had   ERR, 4   ERR, 4    stops
+
+Invariants
+  1. Only headers count that a daemon has just read. What a round once announced, and which base a
+     decision names, say what was known, never what is held.
+  2. The same inventories give the same judgement everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from reft.core.coding.placement import Placement
+from reft.core.commit.version import Epoch, Version
+from reft.core.recovery.inventory import Inventory
+from reft.core.recovery.recovery import RecoveryPlan, describe
+from reft.core.text import counted, every
+
+PARTIAL_MAX = 3  # versions that can't be restored and whose reason is given
+
+
+class HoldingState(Enum):
+    """What is held of a job; the values are the outcomes of `reft-cli recover`."""
+
+    EMPTY = "empty"
+    WHOLE = "whole"
+    RECOVERABLE = "recoverable"
+    UNRECOVERABLE = "unrecoverable"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What the daemons hold of a job now.
+
+    Attributes:
+        state: see the module.
+        version: the newest version that can be restored; None if there is none.
+        missing: sentences: why newer versions, or all, can't be restored.
+        reason: a sentence on the state.
+        remedy: what to do if no version can be restored; else empty.
+    """
+
+    state: HoldingState
+    version: Version | None
+    missing: tuple[str, ...]
+    reason: str
+    remedy: str = ""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a step was whole, and none can be restored now."""
+        return self.state is HoldingState.UNRECOVERABLE
+
+
+def judge_holdings(
+    job: str,
+    inventory: Inventory,
+    plan: RecoveryPlan,
+    placements: Mapping[Epoch, Placement],
+    erased: Collection[tuple[str, str, Version]] = (),
+) -> Holdings:
+    """Returns what is held of a job now.
+
+    Args:
+        job: name of the job.
+        inventory: of all daemons that answered.
+        plan: the recovery plan, made from the inventory.
+        placements: as of `recovery.plan`.
+        erased: (node, name, version) of slots and capsules that failed their digests.
+    """
+    missing = tuple(_missing(inventory, plan, placements, erased))
+    if plan.base is None and may_start_fresh(inventory, erased):
+        reason = "no version was ever whole: there is nothing to recover. A restart starts without a snapshot."
+        return Holdings(HoldingState.EMPTY, None, missing, reason)
+    if plan.base is None:
+        silent = [f"Node {name} does not answer." for name in inventory.silent]
+        causes = " ".join([*missing, *silent]) or "no slots are left."
+        reason = f"job {job} had a whole version, but no version is whole now: {causes}"
+        return Holdings(HoldingState.UNRECOVERABLE, None, missing, reason, _remedy(job, inventory))
+    if not plan.capsules:
+        reason = f"nothing is lost: {plan.base} is held by {every(len(plan.sources), 'rank')}."
+        return Holdings(HoldingState.WHOLE, plan.base, missing, reason)
+    ranks = counted(len(plan.capsules), "rank")
+    reason = f"the slots of {ranks} are lost, but {plan.base} can be restored completely."
+    return Holdings(HoldingState.RECOVERABLE, plan.base, missing, reason)
+
+
+def may_start_fresh(inventory: Inventory, erased: Collection[tuple[str, str, Version]]) -> bool:
+    """Returns whether an attach may start without a base: if no step was ever whole."""
+    return not (inventory.had_whole or erased)
+
+
+def _missing(
+    inventory: Inventory,
+    plan: RecoveryPlan,
+    placements: Mapping[Epoch, Placement],
+    erased: Collection[tuple[str, str, Version]],
+) -> list[str]:
+    lines = []
+    for shortfall in plan.partial[:PARTIAL_MAX]:
+        epoch = shortfall.version.epoch
+        members = inventory.manifests[epoch].members if epoch in inventory.manifests else ()
+        places = {rank: member.name for member in members for rank in member.ranks}
+        lines += describe(shortfall, placements.get(epoch), places)
+    damaged = sorted(erased, key=lambda each: (each[2].order, each[0]), reverse=True)
+    lines += [
+        f"{version} on node {inventory.names.get(node, node)} is damaged ({name})." for node, name, version in damaged
+    ]
+    return lines + [
+        f"The memory of node {name} is gone: the daemon there began with an empty folder." for name in inventory.emptied
+    ]
+
+
+def _remedy(job: str, inventory: Inventory) -> str:
+    """Returns what to do if no version can be restored."""
+    purge = f"reft-cli purge {job} --yes, then start from your checkpoint"
+    if not inventory.silent:
+        return purge
+    nodes = ", ".join(inventory.silent)
+    return f"start {nodes} and its reft-daemon again with the old slots, then start the job; if that memory is gone: {purge}"

@@ -1,0 +1,68 @@
+"""Tests the one judgement of what daemons hold: state, sentences and remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from reft.core.commit.decision import Decision
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.recovery.holdings import HoldingState, judge_holdings
+from reft.core.recovery.inventory import Inventory, NodeInventory
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan, Shortfall
+
+EPOCH = Epoch(1, b"e" * 16)
+V8 = Version(EPOCH, 8)
+SLOT = HeldSlot("a", 0, "rank-0.slot-0", SlotState.SEALED, V8)
+CAPSULE = HeldCapsule("a", 1, V8, 0)
+PURGE = "reft-cli purge job --yes, then start from your checkpoint"
+
+
+def inventory(had_whole: bool = True, **missing: tuple[str, ...]) -> Inventory:
+    return Inventory({"a": NodeInventory("n0", Decision(EPOCH, None), had_whole=had_whole)}, {}, **missing)
+
+
+@pytest.mark.parametrize(
+    ("plan", "had_whole", "state", "reason"),
+    [
+        (RecoveryPlan(None), False, HoldingState.EMPTY, "no version was ever whole"),
+        (RecoveryPlan(V8, {0: SLOT}), True, HoldingState.WHOLE, "nothing is lost: step 8 (epoch 1) is held by the one"),
+        (RecoveryPlan(V8, {0: SLOT}, {1: CAPSULE}), True, HoldingState.RECOVERABLE, "the slots of 1 rank are lost"),
+        (RecoveryPlan(None), True, HoldingState.UNRECOVERABLE, "no version is whole now: no slots are left."),
+    ],
+)
+def test_the_state_follows_from_what_is_held(plan, had_whole, state, reason):
+    holdings = judge_holdings("job", inventory(had_whole), plan, {})
+    assert (holdings.state, holdings.version) == (state, plan.base) and reason in holdings.reason
+    assert holdings.is_lost is bool(holdings.remedy) is (state is HoldingState.UNRECOVERABLE)
+
+
+def test_a_decision_with_a_base_is_no_holding():
+    """A daemon that lost all slots still remembers which step the last attach restored."""
+    remembered = Inventory({"a": NodeInventory("n0", Decision(EPOCH, V8), had_whole=True)}, {})
+    assert judge_holdings("job", remembered, RecoveryPlan(None), {}).is_lost
+
+
+def test_damage_alone_makes_no_fresh_start():
+    holdings = judge_holdings("job", inventory(had_whole=False), RecoveryPlan(None), {}, {("a", "rank-0.slot-0", V8)})
+    assert holdings.is_lost and holdings.missing == ("step 8 (epoch 1) on node n0 is damaged (rank-0.slot-0).",)
+
+
+def test_a_silent_node_may_bring_back_what_is_missing():
+    holdings = judge_holdings("job", inventory(silent=("n1", "n2")), RecoveryPlan(None), {})
+    assert holdings.reason.endswith("no version is whole now: Node n1 does not answer. Node n2 does not answer.")
+    assert holdings.remedy == (
+        "start n1, n2 and its reft-daemon again with the old slots, then start the job; "
+        f"if that memory is gone: {PURGE}"
+    )
+
+
+def test_nobody_is_asked_to_start_a_daemon_that_has_answered():
+    holdings = judge_holdings("job", inventory(emptied=("n0",)), RecoveryPlan(None), {})
+    assert holdings.remedy == PURGE and "The memory of node n0 is gone" in holdings.reason
+
+
+def test_a_loss_is_explained_without_a_known_placement():
+    plan = RecoveryPlan(None, partial=(Shortfall(V8, is_placed=False),))
+    holdings = judge_holdings("job", inventory(), plan, {})
+    assert "no daemon that answers knows how its bytes were placed" in holdings.reason
