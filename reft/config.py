@@ -74,6 +74,8 @@ class Config:
         failpoints: faults to inject in tests, see `reft.failpoints`.
         overrun_scratch_bytes: device memory that takes the bytes not yet copied when the optimizer
             is about to start; with 0 the optimizer waits until the host has these bytes.
+        restore: "auto" restores the newest step, or starts at step 0; "require" makes attach fail
+            rather than start at step 0.
     """
 
     mode: str = _setting("mode", "auto")
@@ -93,6 +95,7 @@ class Config:
     mtbf_s: float = _setting("mtbf_s", 0.0)
     failpoints: str = _setting("failpoints", "")
     overrun_scratch_bytes: int = _setting("overrun_scratch_bytes", 0)
+    restore: str = _setting("restore", "auto")
 
     def __post_init__(self) -> None:
         if not self.runtime_dir:
@@ -104,6 +107,8 @@ class Config:
             )
         if self.mode not in ("auto", "off"):
             raise ConfigError(f"mode is {self.mode!r}; it can be auto or off.", "REFT_MODE=auto")
+        if self.restore not in ("auto", "require"):
+            raise ConfigError(f"restore is {self.restore!r}; it can be auto or require.", "REFT_RESTORE=require")
         if self.load_transport not in ("gloo", "nccl"):
             raise ConfigError(f"load_transport is {self.load_transport!r}; it can be gloo or nccl.")
         if not 2 <= self.slots <= 16:
@@ -173,6 +178,7 @@ class Launch:
     Attributes:
         launch: id made by reft's rendezvous, the same on all agents of a launch; else empty.
         round: round of reft's rendezvous; -1 under any other rendezvous.
+        whole_step: the newest step that this node's agent knows to have been whole; -1 if none.
         unnamed_job: name that reft's rendezvous gives to a job without a name.
         backend: --rdzv-backend, if the environment gave it.
         asked_id: --rdzv-id, if the environment gave it.
@@ -184,6 +190,7 @@ class Launch:
     slurm_job: str
     launch: str = ""
     round: int = -1
+    whole_step: int = -1
     unnamed_job: str = ""
     backend: str = ""
     asked_id: str = ""
@@ -204,6 +211,7 @@ class Launch:
             slurm_job=source.get("SLURM_JOB_ID", ""),
             launch=source.get("REFT_LAUNCH", ""),
             round=int(source.get("REFT_ROUND", "-1")),
+            whole_step=int(source.get("REFT_WHOLE_STEP", "-1")),
             unnamed_job=source.get("REFT_UNNAMED_JOB", ""),
             backend=source.get("PET_RDZV_BACKEND", ""),
             asked_id=source.get("PET_RDZV_ID", ""),

@@ -36,6 +36,20 @@ JOBS_MAX = 256
 PAUSE_S = 0.05  # shortest pause between two checks for expired jobs: --ttl may be 0
 
 
+class FreedJob(NamedTuple):
+    """A job whose slots this daemon has freed by itself.
+
+    Attributes:
+        whole: the newest step that was whole; -1: not known.
+        cause: why the slots were freed.
+        at_s: when they were freed.
+    """
+
+    whole: int
+    cause: str
+    at_s: float
+
+
 class UnknownJob(AttachError):
     """This daemon has no job of that name."""
 
@@ -90,6 +104,7 @@ class Registry:
         self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, self.changes, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()
+        self._freed: dict[str, FreedJob] = {}
         # jobs whose slot files somebody removed, as already logged
         self._jobs_with_removed_files: set[str] = set()
 
@@ -236,7 +251,7 @@ class Registry:
                 log.warning(
                     "job=%s is dropped to make room for job=%s: it has ended and has no name", oldest.id, job.id
                 )
-                self.purge(oldest.id)
+                self._free(oldest, "other jobs needed its memory")
 
     def release(self, request: pb.ReleaseRequest) -> None:
         """Ends a rank's lease. If the rank's attach was refused, undoes its decision.
@@ -264,9 +279,29 @@ class Registry:
         self._start_replicator(job)
         self.heartbeat_service.monitors.note_undo(job)
 
+    def _free(self, job: JobRecord, cause: str) -> int:
+        """Drops a job that nobody asked to drop, and remembers that it was there."""
+        freed = FreedJob(job.known_whole, cause, time.monotonic())
+        had_whole, nbytes = job.record.had_whole, self.purge(job.id)
+        if had_whole:
+            self._freed[job.id] = freed
+            while len(self._freed) > JOBS_MAX:
+                del self._freed[next(iter(self._freed))]
+        return nbytes
+
+    def known_steps(self, name: str, node: str) -> list[pb.KnownStep]:
+        """Returns the whole step of a job that this daemon, of node `node`, has freed."""
+        freed = self._freed.get(name)
+        if freed is None:
+            return []
+        age_s = time.monotonic() - freed.at_s
+        source = f"the daemon of node {node}, which freed the job {age_s:.0f} s ago: {freed.cause}"
+        return [pb.KnownStep(step=freed.whole, source=source)]
+
     def purge(self, name: str) -> int:
         """Drops a job and its slots; returns the number of freed bytes."""
         job = self.get(name)
+        self._freed.pop(name, None)
         if name in self._replicators:
             self._replicators.pop(name).close()
         del self.jobs[name]
@@ -283,9 +318,9 @@ class Registry:
             now = time.monotonic()
             for job in list(self.jobs.values()):
                 if not job.is_live and now - job.ended_s > self._ttl_s.seconds_for(job):
-                    log.info(
-                        "job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, format_bytes(self.purge(job.id))
-                    )
+                    ttl_s = self._ttl_s.seconds_for(job)
+                    nbytes = self._free(job, f"its time to live of {ttl_s:.0f} s was over")
+                    log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, format_bytes(nbytes))
             self._notice_removed_files()
             self.arena.reserve.refill()
             self._agents = {agent for agent in self._agents if not _has_ended(agent)}

@@ -185,6 +185,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         os.environ["REFT_UNNAMED_JOB"] = "" if job.named else job.id
         if self._heartbeat_client is None:
             return None
+        os.environ["REFT_WHOLE_STEP"] = str(self._heartbeat_client.whole)
         nodes_by_rank = sorted(state.participants, key=lambda node: state.participants[node])
         members = [facts for facts in (state.facts[node] for node in nodes_by_rank) if facts.home]
         if len({facts.home for facts in members}) < len(members):

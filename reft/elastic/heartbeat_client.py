@@ -53,6 +53,9 @@ class HeartbeatClient:
         tls: for the daemons of other nodes; None: plain text.
         on_news: called with a round and the reaction to its signals whenever a signal changes;
             called from a thread of this client.
+
+    Attributes:
+        whole: the newest step of the job that the own daemon ever called whole; -1: none.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class HeartbeatClient:
         on_news: Callable[[RoundMembers, AgentReaction], None],
     ) -> None:
         self._address, self._restarter, self._tls, self._on_news = address, restarter, tls, on_news
+        self.whole = -1
         self._round_members: RoundMembers | None = None
         self._phase = AgentPhase.TRAINING
         self._watchers: list[pb.Node] = []
@@ -177,6 +181,8 @@ class HeartbeatClient:
         reply: pb.AgentBeatReply = call.result()
         self._must_send_nodes = reply.unknown_round
         self._watchers = list(reply.watchers)
+        if reply.HasField("whole"):
+            self.whole = max(self.whole, reply.whole)
 
     def _channel(self, address: str) -> grpc.Channel:
         generation = self._tls.generation if self._tls else 0

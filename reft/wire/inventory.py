@@ -18,7 +18,7 @@ from reft.core.commit.snapshot_interval import FailureHistory
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery import recovery
 from reft.core.recovery.holdings import Holdings, judge_holdings
-from reft.core.recovery.inventory import Inventory, ManifestFacts, ManifestNode, NodeInventory
+from reft.core.recovery.inventory import Inventory, KnownStep, ManifestFacts, ManifestNode, NodeInventory
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
 from reft.core.status.loss_analysis import LossAnalysis
 from reft.core.status.protection import Protection, protection
@@ -52,6 +52,7 @@ def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
         reply.had_whole,
         reply.trained_s,
         reply.failed,
+        tuple(KnownStep(each.step, each.source) for each in reply.known),
     )
 
 

@@ -87,6 +87,12 @@ class JobRecord:
         return list(nodes[self.record.node_index].ranks) if nodes else []
 
     @property
+    def known_whole(self) -> int:
+        """The newest step that this daemon knows to have been whole; -1: none."""
+        base = self.record.decision.base.step if self.record.decision.HasField("base") else -1
+        return max(base, self.round.outcome.whole if self.round else -1)
+
+    @property
     def held_bytes(self) -> int:
         return self.capsule_replication.store.held_bytes + self.slots.held_bytes
 

@@ -99,7 +99,9 @@ class HeartbeatService:
             monitor = self.monitors.start_view(request.job, _view_of(request, self._own))
         if monitor.agent_beat(request.pid, phase, self.monitors.record_of(monitor)):
             self.sender.pass_on_soon(monitor)
-        return pb.AgentBeatReply(watchers=[monitor.view.nodes[node] for node in monitor.detector.watched_nodes()])
+        watchers = [monitor.view.nodes[node] for node in monitor.detector.watched_nodes()]
+        job_record = self.monitors.record_of(monitor)
+        return pb.AgentBeatReply(watchers=watchers, whole=job_record.known_whole if job_record else None)
 
     def _other_agent_beat(self, request: pb.AgentBeatRequest, phase: AgentPhase) -> pb.AgentBeatReply:
         monitor = self.monitors.find_or_raise(request.job)

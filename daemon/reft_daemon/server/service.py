@@ -152,6 +152,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             _other_job(job) for job in self._registry.jobs.values() if job.id != request.job and _is_local(context)
         ]
         reply = pb.InventoryReply(others=others, node=self._identity.node, node_id=self._registry.arena.node_id)
+        reply.known.extend(self._registry.known_steps(request.job, self._identity.node))
         job = self._registry.jobs.get(request.job)
         if job is None:
             return reply

@@ -15,6 +15,7 @@ from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Introduction, NodeDaemon, leader_of
 from reft.client.link.exchange import RankMessage, gather
 from reft.client.link.rank_group import RankGroup
+from reft.config import Launch
 from reft.core.commit.version import Version
 from reft.core.recovery.survey_timeout import is_settled
 from reft.wire.inventory import JobSurvey, is_itself
@@ -47,6 +48,7 @@ def take_inventory(
         if not introduction.is_leader:
             return RankMessage()
         reply: pb.InventoryReply = introduction.daemon.call("Inventory", inventory_request(introduction))
+        reply.known.extend(known_to_agent(context.launch, reply.node))
         return RankMessage(reply.SerializeToString())
 
     messages = gather(context.rank_group, ask, RankMessage)
@@ -59,6 +61,13 @@ def take_inventory(
     asker = asker_of(introduction.nodes, replies)
     ask_absent = AbsentNodeSurvey(context.rank_group, asker, introduction.daemon, job, launch, context.launch.round)
     return survey_absent_nodes(survey, absent, ask_absent, erased)
+
+
+def known_to_agent(launch: Launch, node: str) -> list[pb.KnownStep]:
+    """Returns the whole step that this node's torchrun agent remembers."""
+    if launch.whole_step < 0:
+        return []
+    return [pb.KnownStep(step=launch.whole_step, source=f"the torchrun agent of node {node}, which has lived on")]
 
 
 def inventory_request(introduction: Introduction) -> pb.InventoryRequest:

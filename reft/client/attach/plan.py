@@ -19,6 +19,7 @@ from reft.client.attach.introduce import Description, Introduction
 from reft.client.attach.inventory import Erasure
 from reft.client.link.exchange import together
 from reft.client.restore.reshard import is_reshaped
+from reft.config import Config
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Version
@@ -148,6 +149,18 @@ def recover(job: str, survey: JobSurvey, erased: Collection[Erasure], may_start_
 def may_start_fresh(survey: JobSurvey, erased: Collection[Erasure]) -> bool:
     """Decides whether an attach may start without a base: if nothing of the job was ever whole."""
     return holdings.may_start_fresh(survey.inventory, erased)
+
+
+def refuse_fresh_start(settings: Config, job: str, survey: JobSurvey) -> None:
+    """Raises RestoreError if the settings require a restore; the same on every rank."""
+    if settings.restore != "require":
+        return
+    known = [f"step {each.step}, says {each.source}" for each in survey.inventory.known if each.step >= 0]
+    whole = f" Whole was {'; '.join(known)}." if known else ""
+    raise RestoreError(
+        f"{holdings.REQUIRE} is set, and no step of job {job} is held.{whole}",
+        "check the job's name (REFT_JOB, --rdzv-id) and the nodes; to start at step 0, unset REFT_RESTORE",
+    )
 
 
 def make_plan(

@@ -87,6 +87,7 @@ class AgreedSettings:
     every: int | str
     chunk_bytes: int
     load_transport: str
+    restore: str
 
     @classmethod
     def of(cls, request: AttachArguments, settings: Config) -> AgreedSettings:
@@ -98,6 +99,7 @@ class AgreedSettings:
             every="auto" if request.adapts else request.every,
             chunk_bytes=settings.chunk_bytes,
             load_transport=settings.load_transport,
+            restore=settings.restore,
         )
 
 

@@ -17,6 +17,7 @@ from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement, exposures
 from reft.core.commit.version import Version
+from reft.core.recovery.holdings import fresh_start_block
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.text import counted
 from reft.wire.inventory import JobSurvey
@@ -41,6 +42,8 @@ def restored(
     lines = []
     size = f"{counted(manifest.world, 'rank')} on {counted(len(manifest.nodes), 'node')}"
     if base is None:
+        if block := fresh_start_block(job, job_survey.inventory):
+            lines.append(block)
         lines.append(f"job {job}: nothing held, starting fresh; {size}.")
     else:
         lines.append(f"job {job}: restored {base} from {source}, {size}.")

@@ -45,6 +45,7 @@ from reft.client.attach.plan import (
     manifest_of_base,
     may_start_fresh,
     recover,
+    refuse_fresh_start,
 )
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
 from reft.client.session import Session
@@ -134,6 +135,7 @@ def plan_restore(
     may_be_fresh = may_start_fresh(survey, attempt.erased)
     recovery = recover(introduction.job.id, survey, attempt.erased, may_be_fresh)
     if recovery.base is None:
+        refuse_fresh_start(context.settings, introduction.job.id, survey)
         memory.close()
     elif not attempt.number and not memory.buffer.nbytes:
         memory.make(introduction.state)

@@ -30,6 +30,8 @@ from reft.core.recovery.inventory import Inventory
 from reft.core.recovery.recovery import RecoveryPlan, describe
 from reft.core.text import counted, every
 
+REQUIRE = "REFT_RESTORE=require"
+FRAME = "=" * 88
 PARTIAL_MAX = 3  # versions that can't be restored and whose reason is given
 
 
@@ -102,6 +104,29 @@ def judge_holdings(
 def may_start_fresh(inventory: Inventory, erased: Collection[tuple[str, str, Version]]) -> bool:
     """Returns whether an attach may start without a base: if no step was ever whole."""
     return not (inventory.had_whole or erased)
+
+
+def fresh_start_block(job: str, inventory: Inventory) -> str:
+    """Returns lines for a job that starts anew although a step was whole.
+
+    They are empty if nobody knows of a whole step.
+    """
+    if not inventory.known:
+        return ""
+    steps = [
+        f"  {f'step {each.step}' if each.step >= 0 else 'a step'} was whole, says {each.source}."
+        for each in inventory.known
+    ]
+    return "\n".join([
+        FRAME,
+        f"job {job} STARTS FROM STEP 0, although it had trained before:",
+        *steps,
+        f"No daemon of the {counted(len(inventory.reports), 'node')} of this start holds a slot of the job now: "
+        "the memory was freed,",
+        "removed, or lost with its nodes.",
+        f"To go on from a checkpoint, end this run and load it. To stop instead of a start from step 0: {REQUIRE}",
+        FRAME,
+    ])  # fmt: skip
 
 
 def _missing(

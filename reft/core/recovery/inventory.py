@@ -64,6 +64,19 @@ class ManifestFacts:
 
 
 @dataclass(frozen=True)
+class KnownStep:
+    """A step that was whole once, as somebody knows who need not hold it.
+
+    Attributes:
+        step: the step; -1: not known which.
+        source: who says so, for a person.
+    """
+
+    step: int
+    source: str
+
+
+@dataclass(frozen=True)
 class NodeInventory:
     """The slots and capsules of the job that one node's daemon holds.
 
@@ -76,6 +89,7 @@ class NodeInventory:
         had_whole: whether a version of the job was ever whole, according to this daemon.
         trained_s: seconds that the job has trained under that decision.
         failed: whether the job failed under that decision.
+        known: steps that the daemon or an agent of the node knows to have been whole.
     """
 
     name: str
@@ -85,6 +99,7 @@ class NodeInventory:
     had_whole: bool = False
     trained_s: float = 0.0
     failed: bool = False
+    known: tuple[KnownStep, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,6 +204,12 @@ class Inventory:
         If so, attach must find one, or report the loss.
         """
         return any(each.had_whole for each in self.reports.values())
+
+    @property
+    def known(self) -> list[KnownStep]:
+        """Returns the steps that somebody knows to have been whole, the newest first."""
+        known = {each for report in self.reports.values() for each in report.known}
+        return sorted(known, key=lambda each: (-each.step, each.source))
 
     @property
     def history(self) -> FailureHistory:

@@ -241,7 +241,7 @@ class OtherJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class InventoryReply(_message.Message):
-    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "troubles", "restores", "reached")
+    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "troubles", "restores", "reached", "known")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,7 @@ class InventoryReply(_message.Message):
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
     RESTORES_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
@@ -270,7 +271,16 @@ class InventoryReply(_message.Message):
     troubles: _containers.RepeatedScalarFieldContainer[str]
     restores: RestoreCount
     reached: int
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., troubles: _Optional[_Iterable[str]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ...) -> None: ...
+    known: _containers.RepeatedCompositeFieldContainer[KnownStep]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., troubles: _Optional[_Iterable[str]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownStep, _Mapping]]] = ...) -> None: ...
+
+class KnownStep(_message.Message):
+    __slots__ = ("step", "source")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    source: str
+    def __init__(self, step: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class RestoreCount(_message.Message):
     __slots__ = ("step", "count")
@@ -793,12 +803,14 @@ class AgentBeatRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., node_id: _Optional[str] = ..., launch: _Optional[str] = ..., round: _Optional[int] = ..., pid: _Optional[int] = ..., phase: _Optional[_Union[AgentPhase, str]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., token: _Optional[bytes] = ...) -> None: ...
 
 class AgentBeatReply(_message.Message):
-    __slots__ = ("watchers", "unknown_round")
+    __slots__ = ("watchers", "unknown_round", "whole")
     WATCHERS_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_ROUND_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     watchers: _containers.RepeatedCompositeFieldContainer[Node]
     unknown_round: bool
-    def __init__(self, watchers: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., unknown_round: bool = ...) -> None: ...
+    whole: int
+    def __init__(self, watchers: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., unknown_round: bool = ..., whole: _Optional[int] = ...) -> None: ...
 
 class SignalsRequest(_message.Message):
     __slots__ = ("job", "version", "wait_ms")

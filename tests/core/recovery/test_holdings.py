@@ -7,8 +7,8 @@ import pytest
 from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.holdings import HoldingState, judge_holdings
-from reft.core.recovery.inventory import Inventory, NodeInventory
+from reft.core.recovery.holdings import HoldingState, fresh_start_block, judge_holdings
+from reft.core.recovery.inventory import Inventory, KnownStep, NodeInventory
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan, Shortfall
 
 EPOCH = Epoch(1, b"e" * 16)
@@ -66,3 +66,17 @@ def test_a_loss_is_explained_without_a_known_placement():
     plan = RecoveryPlan(None, partial=(Shortfall(V8, is_placed=False),))
     holdings = judge_holdings("job", inventory(), plan, {})
     assert "no daemon that answers knows how its bytes were placed" in holdings.reason
+
+
+def test_a_fresh_start_names_everybody_who_knows_of_a_whole_step():
+    known = {"a": KnownStep(182, "the agent of n0"), "b": KnownStep(-1, "the daemon of n1"), "c": KnownStep(190, "C")}
+    reports = {node: NodeInventory(node, known=(each,)) for node, each in known.items()}
+    lines = fresh_start_block("run1", Inventory(reports, {})).split("\n")
+    assert lines[1] == "job run1 STARTS FROM STEP 0, although it had trained before:"
+    assert lines[2:5] == [
+        "  step 190 was whole, says C.",
+        "  step 182 was whole, says the agent of n0.",
+        "  a step was whole, says the daemon of n1.",
+    ]
+    assert any("REFT_RESTORE=require" in line for line in lines)
+    assert fresh_start_block("run1", Inventory({"a": NodeInventory("a")}, {})) == ""
