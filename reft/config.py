@@ -75,7 +75,8 @@ class Config:
         overrun_scratch_bytes: device memory that takes the bytes not yet copied when the optimizer
             is about to start; with 0 the optimizer waits until the host has these bytes.
         restore: "auto" restores the newest step, or starts at step 0; "require" makes attach fail
-            rather than start at step 0.
+            rather than start at step 0; "newest" restores the newest step even if the last restores
+            of that step ended before the next one.
     """
 
     mode: str = _setting("mode", "auto")
@@ -107,8 +108,8 @@ class Config:
             )
         if self.mode not in ("auto", "off"):
             raise ConfigError(f"mode is {self.mode!r}; it can be auto or off.", "REFT_MODE=auto")
-        if self.restore not in ("auto", "require"):
-            raise ConfigError(f"restore is {self.restore!r}; it can be auto or require.", "REFT_RESTORE=require")
+        if self.restore not in ("auto", "require", "newest"):
+            raise ConfigError(f"restore is {self.restore!r}; it can be auto, require or newest.", "REFT_RESTORE=auto")
         if self.load_transport not in ("gloo", "nccl"):
             raise ConfigError(f"load_transport is {self.load_transport!r}; it can be gloo or nccl.")
         if not 2 <= self.slots <= 16:

@@ -53,6 +53,8 @@ def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
         reply.trained_s,
         reply.failed,
         tuple(KnownStep(each.step, each.source) for each in reply.known),
+        messages.restores_from(reply.restores) if reply.HasField("restores") else None,
+        reply.reached,
     )
 
 

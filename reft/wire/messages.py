@@ -15,6 +15,7 @@ from reft.core.layout.layout import Layout, Leaf
 from reft.core.membership.failure_detector import AgentPhase, NodeReport, Signal
 from reft.core.membership.progress import Stall
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot
+from reft.core.recovery.restart_loop import RestoreCount
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -57,6 +58,14 @@ def version_to(version: Version) -> pb.Version:
 
 def version_from(message: pb.Version) -> Version:
     return Version(epoch_from(message.epoch), message.step)
+
+
+def restores_to(count: RestoreCount) -> pb.RestoreCount:
+    return pb.RestoreCount(step=count.step, count=count.count)
+
+
+def restores_from(message: pb.RestoreCount) -> RestoreCount:
+    return RestoreCount(message.step, message.count)
 
 
 def decision_to(decision: Decision) -> pb.Decision:

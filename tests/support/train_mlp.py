@@ -124,7 +124,7 @@ def train(spec: dict[str, Any]) -> None:
         if options.get("tells"):
             Path(spec["out"]).with_suffix(".step").write_text(str(step))
         _pause(spec, step)
-        if step == options.get("die_at", -1) and session.restored_from is None:
+        if step == options.get("die_at", -1) and (session.restored_from is None or options.get("dies_again")):
             os.kill(os.getpid(), 9)
     sealed = session.seal(timeout=options.get("seal_s", 60))
     result = {

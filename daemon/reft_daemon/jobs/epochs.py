@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 
 from reft.core.commit.version import Version
+from reft.core.recovery.restart_loop import next_count
 from reft.errors import StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
@@ -34,8 +35,10 @@ def decide(job: JobRecord, request: pb.DecideRequest, holders: Iterable[int]) ->
     if not is_new(job.record, request):
         return
     refuse_living(job.id, job.leases)
-    before = record_to_keep(job)
+    before, restores = record_to_keep(job), restores_with(job, request)
     job.record = next_record(job.record, request, holders)
+    if restores is not None:
+        job.record.restores.CopyFrom(restores)
     job.record.before.CopyFrom(before)
     job.leases.clear()
     rounds.start(job)
@@ -104,6 +107,13 @@ def next_record(record: pb.JobRecord, request: pb.DecideRequest, holders: Iterab
         holders=holders,
         dropped=request.dropped,
     )
+
+
+def restores_with(job: JobRecord, request: pb.DecideRequest) -> pb.RestoreCount | None:
+    """Returns the count of restores with this decision; None for a fresh start."""
+    before = messages.restores_from(job.restores) if job.restores is not None else None
+    count = next_count(before, messages.decision_from(request.decision).base, job.reached)
+    return None if count is None else messages.restores_to(count)
 
 
 def base_manifest(record: pb.JobRecord, request: pb.DecideRequest, base: Version | None) -> pb.Manifest | None:

@@ -87,6 +87,16 @@ class JobRecord:
         return list(nodes[self.record.node_index].ranks) if nodes else []
 
     @property
+    def reached(self) -> int:
+        """The newest step that a rank here has reported in this epoch; -1 if none."""
+        return max((lease.step for lease in self.leases.values()), default=-1)
+
+    @property
+    def restores(self) -> pb.RestoreCount | None:
+        """How often the job was restored; None: never, or all sessions here were closed."""
+        return self.record.restores if self.record.HasField("restores") and not self.are_all_closed else None
+
+    @property
     def known_whole(self) -> int:
         """The newest step that this daemon knows to have been whole; -1: none."""
         base = self.record.decision.base.step if self.record.decision.HasField("base") else -1

@@ -162,7 +162,9 @@ class DaemonService(pb_grpc.DaemonServicer):
         reply.slots.extend(header_messages(job.id, job.slots.all.values()))
         reply.capsules.extend(job.capsule_replication.store.headers())
         reply.had_whole = job.record.had_whole
-        reply.trained_s, reply.failed = job.trained_s, job.has_failed
+        reply.trained_s, reply.failed, reply.reached = job.trained_s, job.has_failed, job.reached
+        if job.restores is not None:
+            reply.restores.CopyFrom(job.restores)
         if job.record.HasField("decision"):
             reply.decision.CopyFrom(job.record.decision)
         if job.record.HasField("base_manifest"):

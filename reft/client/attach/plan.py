@@ -25,7 +25,8 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.version import Version
 from reft.core.recovery import holdings
 from reft.core.recovery.lineage import known_to, next_epoch
-from reft.core.recovery.recovery import RecoveryPlan
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
+from reft.core.recovery.restart_loop import stopped
 from reft.errors import ReftError, RestoreError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
@@ -144,6 +145,35 @@ def recover(job: str, survey: JobSurvey, erased: Collection[Erasure], may_start_
         held = survey.holdings(job, erased)
         raise RestoreError(held.reason, held.remedy)
     return recovery
+
+
+def recover_at_start(settings: Config, job: str, survey: JobSurvey, erased: Collection[Erasure]) -> RecoveryPlan:
+    """Returns the base: an older one if restores of the newest ended too often.
+
+    Args:
+        settings: with "newest" as `restore`, the newest version is restored however often it was.
+        job, survey, erased: see `recover`.
+
+    Raises:
+        AttachError, RestoreError: see `recover`; or restores ended too often.
+    """
+    recovery = recover(job, survey, erased, may_start_fresh(survey, erased))
+    count = survey.inventory.restores
+    if recovery.base is None or count is None or not count.goes_back or settings.restore == "newest":
+        return recovery
+    copies: list[HeldSlot | HeldCapsule] = [*survey.held, *survey.copies]
+    passed = {
+        (each.node, each.slot, each.version)
+        for each in copies
+        if each.version is not None and each.version.step >= count.step
+    }
+    older = survey.plan({*erased, *passed})
+    if count.stops or older.base is None:
+        raise RestoreError(
+            stopped(job, count),
+            "read the logs of the ranks for what ends them; then start the job once with REFT_RESTORE=newest",
+        )
+    return older
 
 
 def may_start_fresh(survey: JobSurvey, erased: Collection[Erasure]) -> bool:

@@ -19,6 +19,7 @@ from reft.core.coding.placement import Placement, exposures
 from reft.core.commit.version import Version
 from reft.core.recovery.holdings import fresh_start_block
 from reft.core.recovery.recovery import RecoveryPlan
+from reft.core.recovery.restart_loop import went_back
 from reft.core.text import counted
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
@@ -47,6 +48,9 @@ def restored(
         lines.append(f"job {job}: nothing held, starting fresh; {size}.")
     else:
         lines.append(f"job {job}: restored {base} from {source}, {size}.")
+        count = job_survey.inventory.restores
+        if count is not None and base.step < count.step:
+            lines.append(went_back(count, base))
     if plan.capsules and base is not None:
         before = job_survey.manifests[base.epoch]
         lost = sorted({node.name for node in before.nodes for rank in node.ranks if rank in plan.capsules})

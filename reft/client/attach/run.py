@@ -43,8 +43,7 @@ from reft.client.attach.plan import (
     decide,
     make_plan,
     manifest_of_base,
-    may_start_fresh,
-    recover,
+    recover_at_start,
     refuse_fresh_start,
 )
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
@@ -107,11 +106,11 @@ def agreed_ties(
     Before a restore the bytes of the new model say nothing: the stages may have other seeds.
 
     Raises:
-        ReftError: see `recover`.
+        ReftError: see `recover_at_start`.
     """
     if not stages.candidates:
         return frozenset()
-    recovery = recover(introduction.job.id, survey, attempt.erased, may_start_fresh(survey, attempt.erased))
+    recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt.erased)
     base = manifest_of_base(survey, recovery)
     return stages.ties_now(context.rank_group) if base is None else stages.ties_of_base(layouts_of(base)[0].names)
 
@@ -130,10 +129,9 @@ def plan_restore(
     the base's mismatched leaves count.
 
     Raises:
-        ReftError: see `recover`.
+        ReftError: see `recover_at_start`.
     """
-    may_be_fresh = may_start_fresh(survey, attempt.erased)
-    recovery = recover(introduction.job.id, survey, attempt.erased, may_be_fresh)
+    recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt.erased)
     if recovery.base is None:
         refuse_fresh_start(context.settings, introduction.job.id, survey)
         memory.close()

@@ -28,6 +28,7 @@ from reft.core.commit.snapshot_interval import FailureHistory
 from reft.core.commit.version import Epoch
 from reft.core.recovery import lineage
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot
+from reft.core.recovery.restart_loop import RestoreCount, count_now
 from reft.errors import AttachError
 
 
@@ -89,6 +90,8 @@ class NodeInventory:
         had_whole: whether a version of the job was ever whole, according to this daemon.
         trained_s: seconds that the job has trained under that decision.
         failed: whether the job failed under that decision.
+        restores: how often the job was restored, by this daemon's record; None: never.
+        reached: the newest step that a rank of the node has reported; -1 if none.
         known: steps that the daemon or an agent of the node knows to have been whole.
     """
 
@@ -100,6 +103,8 @@ class NodeInventory:
     trained_s: float = 0.0
     failed: bool = False
     known: tuple[KnownStep, ...] = ()
+    restores: RestoreCount | None = None
+    reached: int = -1
 
 
 @dataclass(frozen=True)
@@ -210,6 +215,14 @@ class Inventory:
         """Returns the steps that somebody knows to have been whole, the newest first."""
         known = {each for report in self.reports.values() for each in report.known}
         return sorted(known, key=lambda each: (-each.step, each.source))
+
+    @property
+    def restores(self) -> RestoreCount | None:
+        """Returns how often the job was restored without getting past a step; None: it got past."""
+        if self.before is not None:
+            return self.before.restores
+        last = [self.reports[node] for node, each in self.decisions.items() if each == self.decision]
+        return count_now([each.restores for each in last if each.restores], [each.reached for each in last])
 
     @property
     def history(self) -> FailureHistory:

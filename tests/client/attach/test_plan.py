@@ -17,7 +17,10 @@ from reft.client.attach.plan import (
     manifest_of_base,
     may_start_fresh,
     recover,
+    recover_at_start,
+    refuse_fresh_start,
 )
+from reft.config import Config
 from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError, RestoreError
 from reft.wire import messages
@@ -116,11 +119,45 @@ def test_a_job_that_had_a_whole_version_does_not_start_fresh():
     assert "reft-cli purge job" in str(error.value)
 
 
+def test_a_fresh_start_is_refused_if_a_restore_is_required():
+    survey = JobSurvey({"a": reply("a"), "b": reply("b")})
+    refuse_fresh_start(Config(), "job", survey)
+    survey.replies["b"].known.add(step=7, source="the agent")
+    with pytest.raises(RestoreError, match=r"no step of job job is held\. Whole was step 7, says the agent\."):
+        refuse_fresh_start(Config(restore="require"), "job", survey)
+
+
 def test_a_job_with_erased_slots_does_not_start_fresh():
     nothing = JobSurvey({"a": reply("a")})
     assert may_start_fresh(nothing, ())
     assert not may_start_fresh(nothing, {("a", "rank-0.slot-8", Version(EPOCH, 8))})
     assert not may_start_fresh(survey_of(FIRST, {"a": []}), ())
+
+
+def looping(count: int, reached: int = -1) -> JobSurvey:
+    """Returns a survey of a job that was restored so often from step 8."""
+    survey = survey_of(FIRST, {"a": [6, 7, 8], "b": [6, 7, 8]})
+    survey.replies["a"].restores.CopyFrom(pb.RestoreCount(step=8, count=count))
+    survey.replies["b"].reached = reached
+    return survey
+
+
+def base_of(survey: JobSurvey, restore: str = "auto") -> int:
+    return recover_at_start(Config(restore=restore), "job", survey, ()).base.step
+
+
+def test_a_step_that_is_restored_again_and_again_is_given_up():
+    assert [base_of(looping(count)) for count in (1, 2, 3, 5)] == [8, 8, 7, 7]
+    with pytest.raises(
+        RestoreError, match=r"6 restores of job job .* ended before step 9.*\nFix: .*REFT_RESTORE=newest"
+    ):
+        base_of(looping(6))
+    assert base_of(looping(6), "newest") == 8, "a person has decided"
+    assert base_of(looping(6, reached=9)) == 8, "a rank got past the step"
+    alone = survey_of(FIRST, {"a": [8], "b": [8]})
+    alone.replies["a"].restores.CopyFrom(pb.RestoreCount(step=8, count=3))
+    with pytest.raises(RestoreError, match="No older version is held"):
+        base_of(alone)
 
 
 def test_two_histories_are_refused():

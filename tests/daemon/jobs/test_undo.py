@@ -57,7 +57,8 @@ def facts(job: Job) -> tuple[object, ...]:
     status = job.daemons[0].status("job")
     inventory = job.daemons[0].call("Inventory", pb.InventoryRequest(job="job"))
     ranks = [(rank.rank, rank.alive, rank.closed, rank.sealed.step) for rank in status.ranks]
-    return status.script, status.world, status.epoch, status.whole, ranks, inventory.failed, job.headers()
+    same = (status.script, status.world, status.epoch, status.whole, ranks, inventory.failed, job.headers())
+    return (*same, inventory.restores)
 
 
 def test_an_attach_that_was_refused_before_it_had_slots_changes_nothing(failed, trainer_again):
@@ -82,7 +83,7 @@ def test_the_base_survives_a_refusal_for_lack_of_room(failed, trainer_again):
     other = other_attach(failed)
     other.lease(0, trainer_again.pid, slots=3, data_bytes=1 << 20)
     refuse(other, trainer_again)
-    script, world, _, whole, ranks, has_failed, headers = facts(failed)
+    script, world, _, whole, ranks, has_failed, headers, _ = facts(failed)
     assert (script, world, whole, has_failed) == ("train.py", 2, 2, True)
     assert [sealed for *_, sealed in ranks] == [2, 2] and (EMPTY, 0) not in headers.values()
 
@@ -144,3 +145,19 @@ def test_the_lease_of_another_process_stays(failed, trainer, trainer_again):
     refuse(other, trainer)
     status = failed.daemons[0].status("job")
     assert status.script == "wrong.py" and status.ranks[0].alive
+
+
+def test_restores_are_counted_until_an_attach_is_refused_or_the_job_ends(failed, trainer_again):
+    def count() -> int:
+        return failed.daemons[0].call("Inventory", pb.InventoryRequest(job="job")).restores.count
+
+    other = other_attach(failed)
+    assert count() == 1
+    other.decide(base=failed.version(2))
+    assert count() == 2
+    refuse(other, trainer_again)
+    assert count() == 0, "the refused attach restored nothing, and the one before wrote nothing"
+    other.decide(base=failed.version(2))
+    other.lease(0, trainer_again.pid, slots=0)
+    other.close([0])
+    assert count() == 0, "all sessions were closed"
