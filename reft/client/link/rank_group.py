@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reft.client.link.roll_call import absent_ranks
 from reft.core.text import more
 from reft.errors import AttachError, ReftError
 
@@ -28,6 +29,7 @@ from reft.errors import AttachError, ReftError
 BROADCAST_BYTES = 1 << 20
 # The most bytes from one rank: headers of a node's slots, or a manifest.
 FACTS_MAX = 64 << 20
+NAMES_SHOWN = 8  # of ranks that did not come
 
 
 class RankGroup:
@@ -46,6 +48,7 @@ class RankGroup:
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self.group = None
+        self._exchange = 0  # number of the newest exchange, the same on all ranks
         self.rank, self.world = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -92,6 +95,7 @@ class RankGroup:
             return [json.loads(payload)]
         if len(payload) > FACTS_MAX:
             payload = json.dumps({"error": f"facts of {len(payload)} bytes; the limit is {FACTS_MAX}"}).encode()
+        self._exchange += 1
         try:
             end = time.monotonic() + deadline_s
             sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
@@ -111,10 +115,19 @@ class RankGroup:
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
         except RuntimeError as error:
             raise AttachError(
-                f"not all {self.world} ranks came within {deadline_s:.0f} s: {error}.",
+                f"{self._who_is_absent()} within {deadline_s:.0f} s: {error}.",
                 "look at the ranks that did not attach; REFT_ATTACH_DEADLINE_S sets the limit",
             ) from error
         return [json.loads(part[:width].numpy().tobytes()) for part, width in zip(parts, widths, strict=True)]
+
+    def _who_is_absent(self) -> str:
+        """Returns the first words of an error: which ranks did not come."""
+        assert self.group is not None, "an exchange without a group can't fail"
+        absent = absent_ranks(self.group.get_group_store(), self._exchange, self.rank, self.world)
+        if not absent:
+            return f"not all {self.world} ranks came"
+        rest = more(max(len(absent) - NAMES_SHOWN, 0), "rank")
+        return f"rank {', '.join(map(str, absent[:NAMES_SHOWN]))}{rest} of {self.world} did not come"
 
     def _all_gather(self, into: list[torch.Tensor], mine: torch.Tensor, end: float) -> None:
         work = dist.all_gather(into, mine, group=self.group, async_op=True)
