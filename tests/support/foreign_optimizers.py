@@ -49,7 +49,7 @@ class BlockTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):  # DTensor views it in its own shape
             return cls(args[0].codes, args[0].scale, args[0].dtype, args[0].shape)
         plain = [each.dequantized() if isinstance(each, cls) else each for each in args]
         return func(*plain, **(kwargs or {}))

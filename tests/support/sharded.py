@@ -30,7 +30,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import reft
+from reft.client.state.inner_tensors import inner_tensors
 from reft.client.state.tensors import flat_bytes
+from tests.support.foreign_optimizers import Adafactor, Foreign, Lion, Lion8
 
 Built = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -172,7 +174,29 @@ def zero1_buckets(world: int) -> Built:
     return whole, ZeroRedundancyOptimizer(whole.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=1e-2)
 
 
+def _foreign(kind: type[Foreign], sharded: bool) -> Callable[[int], Built]:
+    """Returns a builder of a model with an optimizer that is not torch's own."""
+
+    def build(world: int) -> Built:
+        if sharded:
+            # Every piece has elements: the rows of an empty one have no sums.
+            whole: nn.Module = _sharded(
+                nn.Sequential(nn.Linear(10, 12), Block(12), nn.Linear(12, 8)), init_device_mesh("cpu", (world,))
+            )
+        else:
+            whole = nn.parallel.DistributedDataParallel(model(), find_unused_parameters=True)
+        return whole, kind(whole.parameters())
+
+    return build
+
+
+FOREIGN: dict[str, Callable[[int], Built]] = {
+    f"{kind.__name__.lower()}_{'fsdp2' if sharded else 'ddp'}": _foreign(kind, sharded)
+    for kind in (Lion, Adafactor, Lion8)
+    for sharded in (False, True)
+}
 BUILDERS: dict[str, Callable[[int], Built]] = {
+    **FOREIGN,
     "fsdp2": fsdp2, "fsdp2_mixed": fsdp2_mixed, "hsdp": hsdp, "fsdp2_tp": fsdp2_tp, "tp": tp, "ep": ep, "fsdp1": fsdp1,
     "fsdp1_original": fsdp1_original, "fsdp1_hybrid": fsdp1_hybrid, "zero1": zero1, "zero1_buckets": zero1_buckets,
 }  # fmt: skip
@@ -196,10 +220,11 @@ def digests(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, st
         tensors |= {f"{i}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
     described = {}
     for name, tensor in tensors.items():
-        own = local(tensor.detach())
-        kind = f"{type(tensor).__name__} {tuple(tensor.shape)} {tuple(own.shape)}"
+        own = local(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+        kind = f"{type(tensor).__name__} {type(own).__name__} {tuple(tensor.shape)} {tuple(own.shape)}"
         placed = str(tensor.placements) if isinstance(tensor, DTensor) else ""
-        data = flat_bytes(own.contiguous()).numpy().tobytes()
+        plain = [each.tensor.detach().contiguous() for each in inner_tensors(name, own)]
+        data = b"".join(flat_bytes(each).numpy().tobytes() for each in plain)
         described[name] = f"{kind} {placed} {hashlib.sha256(data).hexdigest()}"
     return described
 
