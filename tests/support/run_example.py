@@ -26,6 +26,8 @@ def digest(value: Any) -> str:
     """Returns a digest of a tensor's bytes, or the repr of another value."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
+    if hasattr(type(value), "__tensor_flatten__"):  # torchao's: the bytes of its inner tensors
+        return " ".join(digest(getattr(value, name)) for name in value.__tensor_flatten__()[0])
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()
 
@@ -157,6 +159,7 @@ KINDS = {
     "lightning_fit.py": of_lightning,
     "lightning_hooks.py": of_lightning,
     "resumed_trainer.py": of_transformers,
+    "torchao_low_bit.py": of_loop,
 }
 
 

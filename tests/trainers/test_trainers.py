@@ -46,6 +46,9 @@ EXAMPLES = {
     "examples/megatron_gpt.py --ep 2": "megatron",
     "examples/torchtitan_llama.py": "torchtitan",
     "examples/torchtitan_llama.py --tp 2": "torchtitan",
+    "tests/support/torchao_low_bit.py int8 AdamW8bit": "torchao",
+    "tests/support/torchao_low_bit.py float8 AdamWFp8": "torchao",
+    "tests/support/torchao_low_bit.py int8 AdamW4bit": "torchao",
 }
 # Each of these is run in one test only.
 ODD = {"tests/support/lightning_hooks.py": "lightning", "tests/support/resumed_trainer.py": "hf"}
@@ -60,7 +63,10 @@ IMPORTS = {
     "deepspeed": "deepspeed+deepspeed.pipe",
     "megatron": "megatron_cpu+megatron.core.models.gpt+megatron.core.optimizer+megatron.core.pipeline_parallel",
     "torchtitan": "tests.support.titan_on_cpu+torchtitan.trainer+torchtitan.models.llama3",
+    "torchao": "torch._dynamo+torchao.optim+torchao.quantization",
 }
+# torchao compiles the step of its optimizers for each shape, which takes minutes.
+SETTINGS = {"torchao": {"TORCHDYNAMO_DISABLE": "1"}}
 TORCHRUN = [
     "--max-restarts=4",
     "--rdzv-id=r",
@@ -79,7 +85,7 @@ class Example:
     """
 
     def __init__(self, example: str, folder: Path) -> None:
-        trainer = (EXAMPLES | ODD)[example]
+        self.trainer = trainer = (EXAMPLES | ODD)[example]
         self.python = ROOT / ".venv-trainers" / trainer / "bin/python"
         assert self.python.exists(), "run make trainers, which sets it up"
         script, *arguments = example.split()
@@ -104,7 +110,7 @@ class Example:
             "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
             "JE_ARROW_MALLOC_CONF": "background_thread:false",  # Arrow's allocator starts a thread, which no fork copies
-            "TORCH_EXTENSIONS_DIR": str(self.python.parents[1] / "extensions"), **changes,
+            "TORCH_EXTENSIONS_DIR": str(self.python.parents[1] / "extensions"), **SETTINGS.get(self.trainer, {}), **changes,
         }  # fmt: skip
         command = [self.python, *launcher, ROOT / "tests/support/run_example.py", self.folder / name, *self.command]
         return subprocess.Popen(
