@@ -72,6 +72,8 @@ class Config:
         mtbf_s: with every="auto", the mean time between failures of the whole job, in seconds; 0
             means unknown.
         failpoints: faults to inject in tests, see `reft.failpoints`.
+        allow_pickled_extra_state: whether modules may answer `get_extra_state` with a pickle, and
+            unpickle it in a restore. A pickle runs code, and it may come from another node.
         overrun_scratch_bytes: device memory that takes the bytes not yet copied when the optimizer
             is about to start; with 0 the optimizer waits until the host has these bytes.
         restore: "auto" restores the newest step, or starts at step 0; "require" makes attach fail
@@ -97,6 +99,7 @@ class Config:
     failpoints: str = _setting("failpoints", "")
     overrun_scratch_bytes: int = _setting("overrun_scratch_bytes", 0)
     restore: str = _setting("restore", "auto")
+    allow_pickled_extra_state: bool = _setting("allow_pickled_extra_state", False)
 
     def __post_init__(self) -> None:
         if not self.runtime_dir:
@@ -154,8 +157,8 @@ def _convert(name: str, kind: type, text: str) -> object:
     try:
         if name.endswith("_bytes"):
             return parse_size(text)
-        return kind(text)
-    except ValueError as error:
+        return {"0": False, "1": True}[text] if kind is bool else kind(text)
+    except (ValueError, KeyError) as error:
         kinds = {int: "a whole number", float: "a number", bool: "0 or 1"}
         what = "a size such as 64MiB" if name.endswith("_bytes") else kinds.get(kind, kind.__name__)
         raise ConfigError(f"REFT_{name.upper()} is {text!r}; it must be {what}.") from error

@@ -34,6 +34,7 @@ from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.memory.threads import ComputeThreads
 from reft.client.restore.materialize import missing_state_buffer
 from reft.client.snapshot.replica_check import find_mismatched
+from reft.client.state.extra_state import check_cost
 from reft.client.state.host_state import HostState
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects
@@ -67,13 +68,15 @@ class LocalState:
     leaves: Sequence[Leaf]
 
     @classmethod
-    def of(cls, tracked: TrackedObjects, request: AttachArguments) -> LocalState:
+    def of(cls, tracked: TrackedObjects, request: AttachArguments, allows_pickles: bool = False) -> LocalState:
         """Returns the state of these objects.
 
         Raises:
             UnsupportedState: reft can't hold a part of the state.
         """
-        host = HostState(tracked, {**request.objects(), **tracked.extra_states()})
+        extra_states = tracked.extra_states(allows_pickles)
+        check_cost(extra_states, request.every, request.adapts)
+        host = HostState(tracked, {**request.objects(), **extra_states})
         tensor_index = tracked.bind()
         state = cls(tracked, host, tensor_index, [*tensor_index.leaves(), *tracked.predict()])
         host.check_size(state.names)
@@ -253,7 +256,7 @@ def introduce(context: AttachContext, tracked: TrackedObjects, memory: RestoreMe
 
     def introduce_self() -> tuple[tuple[LocalState, NodeDaemon], RankInfo]:
         check_process_group(context.launch, context.rank_group.world)
-        state = LocalState.of(tracked, context.request)
+        state = LocalState.of(tracked, context.request, context.settings.allow_pickled_extra_state)
         identity = IdentityFacts.of(context.settings, context.launch)
         daemon = NodeDaemon.find(context.settings, identity.identify().id)
         if memory is not None and daemon.hello.held:

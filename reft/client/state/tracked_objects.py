@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.state.extra_state import ExtraState, extra_state_of
 from reft.client.state.extract.registry import Extractor, extractor_of
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex, device_of, without_wrappers
@@ -38,19 +38,6 @@ def required_extractor(value: Any) -> Extractor:
     match = extractor_of(value)
     assert match is not None, f"{type(value).__name__} passed the checks of attach and has no extractor"
     return match
-
-
-@dataclass(frozen=True)
-class ExtraState:
-    """A module's extra state, wrapped like an object of the user."""
-
-    module: nn.Module
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"extra_state": self.module.get_extra_state()}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.module.set_extra_state(saved["extra_state"])
 
 
 @dataclass(frozen=True)
@@ -109,17 +96,18 @@ class TrackedObjects:
         """
         return all(named.local.device.type == "cpu" and not named.runs for named in self.parameters())
 
-    def extra_states(self) -> dict[str, ExtraState]:
-        """Returns the modules' extra state (`get_extra_state`: fp8 scales, …), by module name.
+    def extra_states(self, allows_pickles: bool = False) -> dict[str, ExtraState]:
+        """Returns the modules' extra state (`get_extra_state`: fp8 scales, …), by name.
 
         Extra state is small, so it is stored in the capsule.
         """
-        return {
-            f"{prefix}.{without_wrappers(path)}.extra_state": ExtraState(part)
+        parts = (
+            (f"{prefix}.{without_wrappers(path)}", part)
             for prefix, module in self.modules.items()
             for path, part in module.named_modules()
-            if _keeps_extra_state(type(part))
-        }
+        )
+        states = (extra_state_of(name, part, allows_pickles) for name, part in parts)
+        return {f"{state.name}.extra_state": state for state in states if state is not None}
 
     def bind(self) -> TensorIndex:
         """Finds all leaves as they are now and returns their index.
@@ -176,14 +164,3 @@ class TrackedObjects:
         """
         for prefix, value, extractor in self.items():
             extractor.restore(prefix, value, names, saved.get(prefix, {}))
-
-
-def _keeps_extra_state(kind: type[nn.Module]) -> bool:
-    """Returns whether the class has extra state of its own.
-
-    False if `get_extra_state` is torch's, or is declared to return None, as in Megatron's own
-    layers.
-    """
-    method = kind.get_extra_state
-    returned = getattr(method, "__annotations__", {}).get("return", "anything")
-    return method is not nn.Module.get_extra_state and returned not in (None, "None")
