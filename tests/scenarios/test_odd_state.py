@@ -17,6 +17,7 @@ from reft.client.state.tensors import check_supported
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf
 from reft.errors import ConfigError, UnsupportedState
+from reft.wire.capsule_format import NameTable
 from tests.scenarios.test_state_kinds import round_trip, state_bytes, step_once, train
 
 
@@ -264,10 +265,10 @@ def host_of(module):
 
 
 def test_host_state_too_large_for_a_capsule_is_refused_at_attach():
-    host_of(nn.Linear(2, 2)).check_size()
+    host_of(nn.Linear(2, 2)).check_size(NameTable(()))
     named_at_length = nn.ParameterDict({f"{'long' * 100}_{i}": nn.Parameter(torch.zeros(1)) for i in range(3000)})
-    with pytest.raises(UnsupportedState, match=r"has \d{7} bytes, .* of 3000 parameters; the limit is 1048576"):
-        host_of(named_at_length).check_size()
+    with pytest.raises(UnsupportedState, match=r"has \d{7} bytes, for 3000 parameters; the limit is 1048576"):
+        host_of(named_at_length).check_size(NameTable(()))
 
 
 def test_buffers_that_training_makes_or_resizes_are_restored(attach):

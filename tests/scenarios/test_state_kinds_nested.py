@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects
+from reft.errors import UnsupportedState
 from tests.support.foreign_optimizers import Adafactor, BlockTensor, Lion, Lion8, Shampoo
 
 INPUTS = torch.linspace(-1, 1, 64 * 16).view(64, 16)
@@ -109,3 +112,34 @@ def test_an_adapter_over_a_quantised_base(attach):
 
     train_and_return(attach, make)
     assert {"model.0.base/codes", "model.0.base/scale"} <= set(index(*make()).tensors)
+
+
+class Opaque(Lion):
+    """Keeps a tensor in an object of its own, which no leaf and no capsule can hold."""
+
+    class Average:
+        def __init__(self, value):
+            self.value = value
+
+    def update(self, parameter, gradient, state, lr):
+        super().update(parameter, gradient, state, lr)
+        state.setdefault("average", Opaque.Average(parameter.clone()))
+
+
+def test_state_that_cannot_be_held_is_named_at_the_mark_at_attach_and_at_a_later_restart(attach, caplog, capsys):
+    model = network()
+    optimizer = Opaque(model.parameters())
+    session = attach(model, optimizer)
+    for _ in session.steps(3):
+        step_once(model, optimizer)
+    assert not session.seal(timeout=5)
+    named = (
+        r"optimizer.0: state[model.0.0.weight]['average'] is a tests.scenarios.test_state_kinds_nested.Opaque.Average"
+    )
+    assert named in caplog.text, "training goes on, and the log says what is not held"
+    with pytest.raises(UnsupportedState, match=re.escape(named)):
+        attach(model, optimizer)
+    capsys.readouterr()
+    other = network()
+    assert attach(other, Opaque(other.parameters())).step == 0
+    assert f"the run before held no whole step. rank 0: {named}" in capsys.readouterr().err

@@ -165,6 +165,9 @@ class DaemonService(pb_grpc.DaemonServicer):
         reply.trained_s, reply.failed, reply.reached = job.trained_s, job.has_failed, job.reached
         if job.restores is not None:
             reply.restores.CopyFrom(job.restores)
+        reply.troubles.extend(
+            f"rank {rank}: {lease.trouble}" for rank, lease in sorted(job.leases.items()) if lease.trouble
+        )
         if job.record.HasField("decision"):
             reply.decision.CopyFrom(job.record.decision)
         if job.record.HasField("base_manifest"):

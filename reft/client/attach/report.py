@@ -46,6 +46,10 @@ def restored(
         if block := fresh_start_block(job, job_survey.inventory):
             lines.append(block)
         lines.append(f"job {job}: nothing held, starting fresh; {size}.")
+        troubles = [trouble for reply in job_survey.replies.values() for trouble in reply.troubles]
+        if troubles:
+            more = f" And {counted(len(troubles) - 1, 'other rank')}." if len(troubles) > 1 else ""
+            lines.append(f"the run before held no whole step. {troubles[0]}{more}")
     else:
         lines.append(f"job {job}: restored {base} from {source}, {size}.")
         count = job_survey.inventory.restores
