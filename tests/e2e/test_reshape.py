@@ -111,6 +111,14 @@ def test_shards_with_replicas_are_resharded_after_a_lost_node(site, tmp_path, be
     assert {each["from"] for each in job.run(after, sorted(nodes * (ranks // 2), key=nodes.index))} == {"peers"}
 
 
+def test_the_state_of_a_foreign_optimizer_is_resharded(site, tmp_path):
+    """Nobody foresees the state of its first step, so the new ranks' pieces follow from the old."""
+    nodes = site.add(2)
+    job = Job(tmp_path)
+    job.run("fsdp2+lion", [nodes[0], nodes[0], nodes[1], nodes[1]])
+    assert {each["from"] for each in job.run("fsdp2+lion", nodes)} == {"peers"}
+
+
 def test_pipeline_stages_are_merged_with_slots_of_a_node_that_left_the_job(site, tmp_path):
     nodes = site.add(2)
     job = Job(tmp_path)

@@ -72,6 +72,17 @@ def test_lbfgs(attach, steps):
     assert other["n_iter"] == state["n_iter"] and len(other["old_dirs"]) == len(state["old_dirs"])
 
 
+def test_lbfgs_of_130_000_parameters(attach):
+    """Its history was too large for a capsule from 1,300 parameters on."""
+
+    def make():
+        model = nn.Sequential(nn.Linear(16, 360), nn.Tanh(), nn.Linear(360, 340), nn.Tanh(), nn.Linear(340, 1))
+        assert sum(each.numel() for each in model.parameters()) > 129_000
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=5, history_size=20)
+
+    train_and_return(attach, make, steps=3)
+
+
 def test_each_step_of_lbfgs_is_held_while_its_history_grows(attach):
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1, history_size=8)

@@ -21,9 +21,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import reft
+from tests.support.foreign_optimizers import Lion
 from tests.support.trainers import Trainers
 
 WIDTH, LAYERS = 20, 4  # three ranks share 20 rows unevenly
+FOREIGN = {"lion": Lion}
 SIZES = (("in", 6, WIDTH), *((f"hidden{i}", WIDTH, WIDTH) for i in range(LAYERS - 2)), ("out", WIDTH, 5))
 
 
@@ -64,9 +66,10 @@ class SharedLoader(Loader):
 def build(kind: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns a model of a kind, e.g.
 
-    "ddp", "fsdp2", "hsdp2x2", "tp2xdp2", "pp2", and its optimizer.
+    "ddp", "fsdp2", "hsdp2x2", "tp2xdp2", "pp2", and its optimizer, e.g. "fsdp2+lion".
     """
     torch.manual_seed(1)
+    kind, _, foreign = kind.partition("+")
     names = [name for name, _, _ in SIZES]
     if kind.startswith("pp"):
         per = LAYERS // world
@@ -81,7 +84,7 @@ def build(kind: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Opti
     weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=1e-2)
+    return model, FOREIGN[foreign](groups, lr=1e-2) if foreign else torch.optim.AdamW(groups, lr=1e-2)
 
 
 def _shard(model: nn.Module, kind: str, world: int) -> None:

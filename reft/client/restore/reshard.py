@@ -20,6 +20,7 @@ from reft.client.link.rank_group import RankGroup
 from reft.client.restore import host_state_resharding
 from reft.client.restore.host_state_resharding import HostStateResharding
 from reft.client.restore.opened import CapsuleFacts, OldRank, RestoreContext, RestoreMatch
+from reft.client.restore.unforeseen_state import with_unforeseen_state
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf, pack
 from reft.core.recovery.plan import TransferPlan, TransferSizes, is_made
@@ -236,7 +237,7 @@ def match_leaves(
         return tables.setdefault(id(leaves), {leaf.name: leaf for leaf in leaves})
 
     pieces, problems = pieces_of(placement, leaves_of, unforeseen)
-    wanted = wanted_leaves(after, pieces)
+    wanted = wanted_leaves(with_unforeseen_state(after, [piece.leaf for piece in pieces]), pieces)
     shard_match = match(pieces, wanted, mismatched)
     lines = sorted(problems + shard_match.problems)
     if lines:
