@@ -149,9 +149,10 @@ class TensorPlaces:
                 emptied.add(id(place))
             elif earlier[id(place), key] is not value:
                 place[key] = earlier[id(place), key]
-        for container in reversed(self._containers):  # a dict in a dict is emptied first
+        for container in reversed(self._containers):  # a dict in a dict comes after it
             for key in [key for key, value in container.items() if id(value) in emptied and not value]:
                 del container[key]
+                emptied.add(id(container))
 
     def is_current(self) -> bool:
         """Returns whether every container still has the very same entries.
