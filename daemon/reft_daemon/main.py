@@ -150,7 +150,7 @@ async def serve(settings: DaemonSettings) -> None:
     socket_keeper = SocketKeeper(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
-    tcp_server = grpc_server.server()
+    tcp_server = grpc_server.server(must_say_protocol=True)
     addresses = _addresses(tcp_server, settings, arena)
     own_addresses = {*addresses, _socket_address(settings)}
     peers, beats = (

@@ -18,7 +18,7 @@ from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.status.health import Health
 from reft.core.text import counted
 from reft.errors import AttachError, ConfigError, DaemonUnavailable
-from reft.wire import messages
+from reft.wire import daemon_launcher
 from reft.wire.inventory import JobSurvey
 from reft.wire.rebuild_request import rebuild_request
 from reft.wire.v1 import daemon_pb2 as pb
@@ -148,7 +148,7 @@ class RecoverCommand:
         if not self.local:
             return {}
         try:
-            self._local = ask(self.local, "Hello", pb.HelloRequest(protocol=messages.PROTOCOL))
+            self._local = daemon_launcher.hello(self.local)
             reply = ask(self.local, "Inventory", pb.InventoryRequest(job=self.job))
         except DaemonUnavailable:
             return {}

@@ -154,7 +154,7 @@ class HeartbeatClient:
         stub = pb_grpc.DaemonStub(self._channel(address))
         try:
             call: grpc.Future = stub.AgentBeat.future(
-                request, timeout=CALL_S, metadata=rpc.token_metadata(round_members.token)
+                request, timeout=CALL_S, metadata=rpc.peer_metadata(round_members.token)
             )
         except ValueError:  # another thread closed the channel
             return None

@@ -57,11 +57,12 @@ def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0
     """
     with rpc.channel(address) as channel:
         try:
-            request = pb.HelloRequest(protocol=messages.PROTOCOL, agent_pid=agent_pid, job=job)
+            request = messages.hello(job, agent_pid)
             reply: pb.HelloReply = pb_grpc.DaemonStub(channel).Hello(request, timeout=deadline_s, wait_for_ready=False)
-            return reply
         except grpc.RpcError as error:
             raise rpc.error_of(error, address) from error
+    messages.check_protocol(reply.protocol, reply.oldest, f"the daemon at {address} speaks", "this program")
+    return reply
 
 
 def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str, pb.HelloReply]:

@@ -44,7 +44,7 @@ from typing import Final
 from google.protobuf.message import DecodeError, Message
 
 from reft.errors import AttachError
-from reft.wire.messages import PROTOCOL
+from reft.wire.messages import OLDEST, PROTOCOL, check_protocol
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -138,7 +138,7 @@ class ReportConnection:
         """
         if self._rest is not None and self._rest.is_alive():
             raise BlockingIOError("an earlier report is still on its way")
-        data = frame(pb.LocalRequest(report=report, protocol=PROTOCOL))
+        data = frame(pb.LocalRequest(report=report, protocol=PROTOCOL, oldest=OLDEST))
         sent = self._socket.send(data, socket.MSG_DONTWAIT)
         if sent < len(data):
             self._rest = threading.Thread(target=self._send_rest, args=(data[sent:],), name="reft-report", daemon=True)
@@ -219,7 +219,7 @@ def _exchange(
 
     The reply is empty if none came.
     """
-    request.protocol = PROTOCOL
+    request.protocol, request.oldest = PROTOCOL, OLDEST
     frames, descriptors = FrameReader(), list[int]()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -231,7 +231,14 @@ def _exchange(
                 descriptors += received
                 bodies = frames.feed(data)
                 if bodies or not data:
-                    return pb.LocalReply.FromString(bodies[0] if bodies else b""), descriptors
+                    break
+        reply = pb.LocalReply.FromString(bodies[0] if bodies else b"")
+        if bodies and not reply.error:
+            check_protocol(reply.protocol, reply.oldest, "the daemon speaks", "this trainer")
+        return reply, descriptors
+    except AttachError:
+        close_all(descriptors)
+        raise
     except (OSError, ValueError, DecodeError) as error:
         close_all(descriptors)
         raise AttachError(f"the daemon's local socket {path} failed: {error}.") from error

@@ -19,29 +19,41 @@ from reft.core.recovery.restart_loop import RestoreCount
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
-PROTOCOL = 7  # daemons and clients of different numbers refuse each other
+PROTOCOL = 8
+OLDEST = 8  # the oldest protocol that this reft speaks beside PROTOCOL
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 NODE_REPORTS_MAX = 512  # reports in one beat, the most severe first; the next beats have the rest
 REASON_MAX = 300  # characters
 
 
-def check_protocol(theirs: int, who: str, ours: str) -> None:
-    """Compares protocol numbers.
+def check_protocol(theirs: int, their_oldest: int, who: str, ours: str) -> None:
+    """Checks that both sides speak a common protocol.
 
     Args:
         theirs: the other side's number.
+        their_oldest: the oldest protocol that the other side speaks; 0: only `theirs`, as up to
+            protocol 7.
         who: name of the other side in the error text.
         ours: name of this side in the error text.
 
     Raises:
-        AttachError: the numbers differ.
+        AttachError: the sides have no protocol in common.
     """
-    if theirs != PROTOCOL:
+    if theirs < OLDEST or (their_oldest or theirs) > PROTOCOL:
         raise AttachError(
-            f"{who} protocol {theirs}, {ours} {PROTOCOL}.",
+            f"{who} protocol {_protocols(theirs, their_oldest)}, {ours} {_protocols(PROTOCOL, OLDEST)}.",
             "install the same reft on both sides, and restart daemons and trainers of the old version",
         )
+
+
+def _protocols(newest: int, oldest: int) -> str:
+    return f"{newest} (and older ones from {oldest} on)" if 0 < oldest < newest else str(newest)
+
+
+def hello(job: str = "", agent_pid: int = 0) -> pb.HelloRequest:
+    """Returns the first request to a daemon; see HelloRequest."""
+    return pb.HelloRequest(protocol=PROTOCOL, oldest=OLDEST, job=job, agent_pid=agent_pid)
 
 
 def epoch_to(epoch: Epoch) -> pb.Epoch:

@@ -19,11 +19,16 @@ from reft.errors import (
     ReftError,
     StaleEpoch,
 )
+from reft.wire import messages
 from reft.wire.tls import Tls
 
 # Bytes: two manifests of 16 MiB, as in a decision or an inventory, and their envelope.
 MESSAGE_MAX: Final = 34 << 20
 TOKEN_KEY: Final = "reft-token-bin"
+PROTOCOL_KEY: Final = "reft-protocol"
+OLDEST_KEY: Final = "reft-oldest"
+PROTOCOL_METADATA: Final = ((PROTOCOL_KEY, str(messages.PROTOCOL)), (OLDEST_KEY, str(messages.OLDEST)))
+SILENT: Final = 7  # calls and replies up to this protocol do not say their number
 UNIX_PATH_MAX: Final = 107  # bytes, of the kernel's sockaddr_un
 
 OPTIONS: Final = (
@@ -156,9 +161,29 @@ def _options(address: str) -> tuple[tuple[str, int], ...]:
     return (*OPTIONS, *(_LOCAL_OPTIONS if address.startswith("unix:") else _REMOTE_OPTIONS))
 
 
-def token_metadata(token: bytes) -> tuple[tuple[str, bytes], ...]:
-    """Returns the metadata that proves over TCP that a caller belongs to the job."""
-    return ((TOKEN_KEY, token),)
+def peer_metadata(token: bytes) -> tuple[tuple[str, str | bytes], ...]:
+    """Returns the metadata of a call to a daemon of another node.
+
+    The token proves that the caller belongs to the job; the rest says the caller's protocol.
+    """
+    return ((TOKEN_KEY, token), *PROTOCOL_METADATA)
+
+
+def says_protocol(metadata: object) -> bool:
+    """Returns whether the metadata of a call has the caller's protocol."""
+    return PROTOCOL_KEY in dict(metadata or ())  # type: ignore[call-overload]
+
+
+def check_peer(metadata: object, who: str, ours: str) -> None:
+    """Checks the protocol of a caller or of a replying daemon, by the metadata.
+
+    Raises:
+        AttachError: the sides have no protocol in common; see `messages.check_protocol`.
+    """
+    values = dict(metadata or ())  # type: ignore[call-overload]
+    theirs, oldest = (str(values.get(key, unsaid)) for key, unsaid in ((PROTOCOL_KEY, SILENT), (OLDEST_KEY, 0)))
+    is_number = theirs.isdecimal() and oldest.isdecimal()
+    messages.check_protocol(*((int(theirs), int(oldest)) if is_number else (0, 0)), who, ours)
 
 
 def has_token(metadata: object, token: bytes) -> bool:

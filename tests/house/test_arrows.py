@@ -44,8 +44,8 @@ LAYERS = {
         *("budget", "text"),
     ),
     "reft.wire": (
-        *("rebuild_request", "inventory", "manifest", "daemon_launcher", "local_socket", "messages"),
-        *("timeline_socket", "rpc", "tls", "capsule_format", "slot_format", "shm", "process", "v1"),
+        *("rebuild_request", "inventory", "manifest", "daemon_launcher", "local_socket", "rpc"),
+        *("messages", "timeline_socket", "tls", "capsule_format", "slot_format", "shm", "process", "v1"),
     ),
     "reft.elastic": (
         *("handler", "rounds", "heartbeat_client", "node", "store_poller", "orphan_reaper", "stores", "warm"),

@@ -99,7 +99,7 @@ def main(address: str, answered_path: str) -> None:
         if to not in channels:
             channels[to] = grpc.insecure_channel(to, options=rpc.OPTIONS)
         stub = pb_grpc.DaemonStub(channels[to])
-        call = stub.AgentBeat.future(requests[-1], timeout=CALL_S, metadata=rpc.token_metadata(TOKEN))
+        call = stub.AgentBeat.future(requests[-1], timeout=CALL_S, metadata=rpc.peer_metadata(TOKEN))
         number = len(requests)
         # The callback also holds a reference to the call: gRPC cancels a call without references.
         call.add_done_callback(lambda call: answered(call, number if to == address else 0))

@@ -259,7 +259,7 @@ def tcp_call(
     """Makes a call over TCP, as another node's daemon does."""
     with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
         stub = (service or pb_grpc.DaemonStub)(channel)
-        metadata = None if token is None else rpc.token_metadata(token)
+        metadata = rpc.PROTOCOL_METADATA if token is None else rpc.peer_metadata(token)
         return getattr(stub, method)(request, timeout=10, metadata=metadata)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reft.errors import AttachError
 from reft.wire import local_socket
 from reft.wire.local_socket import MESSAGE_MAX, FrameReader, ReportConnection, frame
-from reft.wire.messages import PROTOCOL
+from reft.wire.messages import OLDEST, PROTOCOL
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -27,6 +27,7 @@ REPORTS = [
     pb.ReportRequest(job="job", steps=pb.StepReport(until=7, sealed=[pb.SealedStep(step=7)])),
 ]
 SLOTS = pb.SlotsRequest(job="job", rank=1, slots=["rank-1.slot-0", "rank-1.slot-1"])
+SPOKEN = {"protocol": PROTOCOL, "oldest": OLDEST}
 REQUESTS = [
     pb.LocalRequest(),  # an empty body
     pb.LocalRequest(report=REPORTS[1], protocol=PROTOCOL),
@@ -121,7 +122,7 @@ def test_a_report_that_is_not_read_blocks_no_trainer_and_arrives_whole(listener)
     messages += frames.feed(there.recv(1 << 20))
     requests = [pb.LocalRequest.FromString(body) for body in messages]
     assert [request.report for request in requests] == [large, REPORTS[0]]
-    assert {request.protocol for request in requests} == {PROTOCOL}
+    assert {(request.protocol, request.oldest) for request in requests} == {(PROTOCOL, OLDEST)}
     there.close()
     connection.close()
 
@@ -191,9 +192,9 @@ def test_descriptors_arrive_even_if_the_reply_comes_in_pieces(tmp_path):
 
     def answer(connection: socket.socket) -> None:
         (body,) = FrameReader().feed(connection.recv(4096))
-        assert pb.LocalRequest.FromString(body) == pb.LocalRequest(slots=SLOTS, protocol=PROTOCOL)
+        assert pb.LocalRequest.FromString(body) == pb.LocalRequest(slots=SLOTS, **SPOKEN)
         assert local_socket.peer(connection) == (os.getpid(), os.getuid())
-        data = frame(pb.LocalReply(descriptors=1))
+        data = frame(pb.LocalReply(descriptors=1, **SPOKEN))
         socket.send_fds(connection, [data[:3]], [memfd])
         connection.sendall(data[3:])
 
@@ -211,13 +212,23 @@ BAD_REPLIES = [
     (struct.pack("<I", MESSAGE_MAX + 1), 1, "the limit is"),
     (pb.LocalReply(status=9, error="gone"), 0, "gone"),
     (pb.LocalReply(status=9, error="gone"), 1, "gone"),
-    (pb.LocalReply(report=pb.ReportReply()), 1, "no reply"),
+    (pb.LocalReply(report=pb.ReportReply(), **SPOKEN), 1, "no reply"),
+    (
+        pb.LocalReply(report=pb.ReportReply(), protocol=PROTOCOL - 1),
+        1,
+        f"the daemon speaks protocol {PROTOCOL - 1}, this",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("reply", "count", "why"),
-    [*BAD_REPLIES, (pb.LocalReply(descriptors=2), 1, "refused"), (pb.LocalReply(descriptors=0), 1, "refused")],
+    [
+        *BAD_REPLIES,
+        (pb.LocalReply(descriptors=2, **SPOKEN), 1, "refused"),
+        (pb.LocalReply(descriptors=0, **SPOKEN), 1, "refused"),
+        (pb.LocalReply(descriptors=1, protocol=PROTOCOL + 2, oldest=PROTOCOL + 1), 1, "and older ones from"),
+    ],
 )
 def test_an_answer_that_does_not_fit_is_an_error_and_leaks_nothing(tmp_path, reply, count, why):
     before = descriptors_open()
@@ -229,7 +240,7 @@ def test_an_answer_that_does_not_fit_is_an_error_and_leaks_nothing(tmp_path, rep
 
 def test_slots_that_are_given_back_are_acknowledged_or_refused(tmp_path):
     request = pb.SlotsRequest(job="job", returned=["rank-0.slot-0"])
-    with served(tmp_path, answering(pb.LocalReply(descriptors=0))) as path:
+    with served(tmp_path, answering(pb.LocalReply(descriptors=0, **SPOKEN))) as path:
         assert local_socket.ask_slots(path, request, [0], 5) == []
     with served(tmp_path, answering(pb.LocalReply(status=15, error="it is no memfd"))) as path:
         with pytest.raises(AttachError, match="it is no memfd"):
@@ -237,13 +248,13 @@ def test_slots_that_are_given_back_are_acknowledged_or_refused(tmp_path):
 
 
 def test_a_process_gets_its_identity(tmp_path):
-    reply = pb.LocalReply(caller=pb.Caller(pid=7, pid_start=8, parent=6))
+    reply = pb.LocalReply(caller=pb.Caller(pid=7, pid_start=8, parent=6), **SPOKEN)
     with served(tmp_path, answering(reply)) as path:
         assert local_socket.introduce(path, 5) == local_socket.Caller(Process(7, 8), 6)
 
 
 @pytest.mark.parametrize(
-    ("reply", "count", "why"), [*BAD_REPLIES, (pb.LocalReply(descriptors=1), 1, "did not say who")]
+    ("reply", "count", "why"), [*BAD_REPLIES, (pb.LocalReply(descriptors=1, **SPOKEN), 1, "did not say who")]
 )
 def test_an_introduction_without_a_caller_is_an_error_and_leaks_nothing(tmp_path, reply, count, why):
     before = descriptors_open()

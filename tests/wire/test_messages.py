@@ -13,8 +13,9 @@ from reft.core.commit.snapshot_interval import SnapshotInterval
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Leaf, pack
 from reft.core.recovery.recovery import HeldSlot
-from reft.errors import ConfigError, FormatError
+from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire import messages
+from reft.wire.messages import OLDEST, PROTOCOL, check_protocol
 from reft.wire.v1 import daemon_pb2 as pb
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -141,3 +142,24 @@ def test_any_bytes_are_a_table_or_a_format_error(data):
         messages.table_from(data)
     except FormatError:
         pass
+
+
+@pytest.mark.parametrize(
+    ("theirs", "their_oldest", "fits"),
+    [
+        (PROTOCOL, OLDEST, True),
+        (PROTOCOL, 0, True),  # a side that does not say its oldest speaks one protocol
+        (PROTOCOL + 5, PROTOCOL, True),
+        (OLDEST, 1, True),
+        (PROTOCOL + 1, 0, False),
+        (PROTOCOL + 5, PROTOCOL + 1, False),
+        (OLDEST - 1, 1, False),
+        (0, 0, False),
+    ],
+)
+def test_two_sides_need_a_common_protocol(theirs, their_oldest, fits):
+    if fits:
+        check_protocol(theirs, their_oldest, "you speak", "this daemon")
+        return
+    with pytest.raises(AttachError, match=rf"you speak protocol {theirs}\b.*, this daemon {PROTOCOL}.*\nFix: install"):
+        check_protocol(theirs, their_oldest, "you speak", "this daemon")

@@ -113,14 +113,14 @@ TOKEN = bytes(range(32))
 @pytest.mark.parametrize(
     ("metadata", "fits"),
     [
-        (rpc.token_metadata(TOKEN), True),
-        ((("other", "x"), *rpc.token_metadata(TOKEN)), True),
+        (rpc.peer_metadata(TOKEN), True),
+        ((("other", "x"), *rpc.peer_metadata(TOKEN)), True),
         ((), False),
         (None, False),
-        (rpc.token_metadata(b""), False),
-        (rpc.token_metadata(TOKEN[:31]), False),
-        (rpc.token_metadata(TOKEN + b"\0"), False),
-        (rpc.token_metadata(TOKEN[::-1]), False),
+        (rpc.peer_metadata(b""), False),
+        (rpc.peer_metadata(TOKEN[:31]), False),
+        (rpc.peer_metadata(TOKEN + b"\0"), False),
+        (rpc.peer_metadata(TOKEN[::-1]), False),
         (((rpc.TOKEN_KEY, "text"),), False),
     ],
 )
@@ -129,13 +129,13 @@ def test_the_token(metadata, fits):
 
 
 def test_a_job_without_a_token_accepts_no_caller():
-    assert not rpc.has_token(rpc.token_metadata(b""), b"")
+    assert not rpc.has_token(rpc.peer_metadata(b""), b"")
 
 
 def test_the_token_is_compared_in_constant_time(monkeypatch):
     seen = []
     monkeypatch.setattr(rpc.hmac, "compare_digest", lambda one, other: seen.append((one, other)) or True)
-    assert rpc.has_token(rpc.token_metadata(b"x"), TOKEN)
+    assert rpc.has_token(rpc.peer_metadata(b"x"), TOKEN)
     assert seen == [(b"x", TOKEN)]
 
 

@@ -29,13 +29,14 @@ import numpy as np
 from google.protobuf.message import Message
 
 from reft.core.commit.round import Outcome, children_of, parent_of
-from reft.errors import FormatError, ReftError
+from reft.errors import AttachError, FormatError, ReftError
 from reft.failpoints import Failpoints, InjectedFault
 from reft.wire import messages, rpc
 from reft.wire.slot_format import Bytes
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon import __version__
 from reft_daemon.jobs import capsules, rounds
 from reft_daemon.jobs.job_record import JobRecord
 
@@ -102,14 +103,16 @@ class PeerChannels:
 
         Raises:
             grpc.RpcError: the last address failed too.
+            AttachError: the other daemon speaks another protocol; its reply is not looked at.
             ConnectionError: the node has no address that this daemon can call.
         """
 
         async def ask(channel: grpc.aio.Channel, is_far: bool) -> object:
-            stub, metadata = service(channel), rpc.token_metadata(token)
+            stub, metadata = service(channel), rpc.peer_metadata(token)
             waits = reconnect and is_far and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
             call = getattr(stub, method)(request, timeout=deadline_s, metadata=metadata, wait_for_ready=waits)
             reply: object = await call
+            _check_reply(node, await call.trailing_metadata())
             self.sent[method] += request.ByteSize()
             return reply
 
@@ -141,9 +144,15 @@ class PeerChannels:
         """
 
         async def begin(channel: grpc.aio.Channel, _: bool) -> tuple[Any, Any]:
-            stub, metadata = pb_grpc.DaemonStub(channel), rpc.token_metadata(token)
+            stub, metadata = pb_grpc.DaemonStub(channel), rpc.peer_metadata(token)
             call = stub.Read(request, timeout=deadline_s, metadata=metadata)
-            return call, await call.read()
+            chunk = await call.read()  # an error of the call shows here
+            try:
+                _check_reply(node, await call.initial_metadata())
+            except AttachError:
+                call.cancel()
+                raise
+            return call, chunk
 
         call, chunk = await self._first_reachable(node, begin)
         try:
@@ -300,6 +309,11 @@ class RoundReplicator:
     async def _call(self, node: pb.Node, method: str, request: Message, deadline_s: float = DEADLINE_S) -> object:
         token = self._job.record.manifest.token
         return await self._peers.call(node, token, pb_grpc.PeerStub, method, request, deadline_s)
+
+
+def _check_reply(node: pb.Node, metadata: object) -> None:
+    """Raises AttachError if the daemon that has replied speaks another protocol."""
+    rpc.check_peer(metadata, f"the daemon of node {node.name} speaks", f"this daemon (reft {__version__})")
 
 
 def reason_of(error: BaseException) -> str:

@@ -179,7 +179,7 @@ class _Connection:
 
     def _send(self, reply: pb.LocalReply, descriptors: Sequence[int] = ()) -> None:
         """Sends as much of a reply as the caller takes now. The rest is sent later."""
-        reply.protocol = messages.PROTOCOL
+        reply.protocol, reply.oldest = messages.PROTOCOL, messages.OLDEST
         data, sent = frame(reply), 0
         try:
             if not self._unsent:
@@ -211,7 +211,8 @@ class _Connection:
         if not self._unsent:
             with contextlib.suppress(OSError):
                 code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
-                self._socket.send(frame(pb.LocalReply(status=code, error=why, protocol=messages.PROTOCOL)))
+                reply = pb.LocalReply(status=code, error=why, protocol=messages.PROTOCOL, oldest=messages.OLDEST)
+                self._socket.send(frame(reply))
         self._end()
 
     def _end(self) -> None:
@@ -246,7 +247,7 @@ class _Connection:
             raise ValueError(f"a request of {len(body)} bytes; the limit is {REQUEST_MAX}")
         try:
             # The trainer may have said Hello to an earlier daemon of another version of reft.
-            messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
+            messages.check_protocol(request.protocol, request.oldest, "you speak", f"this daemon (reft {__version__})")
             if kind == "report":
                 self._handle_report(request.report)
             elif kind == "slots":

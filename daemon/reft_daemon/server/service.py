@@ -130,7 +130,7 @@ class DaemonService(pb_grpc.DaemonServicer):
 
     @translated
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
-        messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
+        messages.check_protocol(request.protocol, request.oldest, "you speak", f"this daemon (reft {__version__})")
         if request.agent_pid and _is_local(context):
             self._registry.keep_for_agent(request.agent_pid)
         if request.job and _is_local(context):
@@ -138,8 +138,9 @@ class DaemonService(pb_grpc.DaemonServicer):
         identity, job = self._identity, self._registry.jobs.get(request.job)
         held = job is not None and job.record.had_whole and _is_local(context)
         return pb.HelloReply(
-            protocol=messages.PROTOCOL, node=identity.node, node_id=self._registry.arena.node_id, addresses=identity.addresses,
-            version=__version__, pid=os.getpid(), domain=identity.domain, local_socket=identity.local_socket,
+            protocol=messages.PROTOCOL, oldest=messages.OLDEST, node=identity.node,
+            node_id=self._registry.arena.node_id, addresses=identity.addresses, version=__version__, pid=os.getpid(),
+            domain=identity.domain, local_socket=identity.local_socket,
             held=held, tls=identity.tls, unattended=identity.unattended,
         )  # fmt: skip
 

@@ -31,7 +31,7 @@ from reft.cli.demo import clean_up
 from reft.cli.demo.records import TrainingResult, read_result
 from reft.config import child_environment
 from reft.errors import DaemonUnavailable, ReftError
-from reft.wire import messages, rpc
+from reft.wire import daemon_launcher, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 
 TRAINER = "reft.demo.train"
@@ -265,10 +265,9 @@ def await_daemon(node: PretendNode) -> None:
     """
     assert node.daemon is not None
     end = time.monotonic() + DAEMON_START_S
-    hello = pb.HelloRequest(protocol=messages.PROTOCOL)
     while time.monotonic() < end and node.daemon.poll() is None:
         try:
-            ask(node.address, "Hello", hello, STATUS_S)
+            daemon_launcher.hello(node.address, STATUS_S)
             return
         except DaemonUnavailable:
             time.sleep(POLL_S)

@@ -203,7 +203,9 @@ class Reporter:
 
     def _take(self, reply: pb.LocalReply) -> None:
         try:
-            messages.check_protocol(reply.protocol, "the daemon was replaced, and now speaks", "this trainer")
+            messages.check_protocol(
+                reply.protocol, reply.oldest, "the daemon was replaced, and now speaks", "this trainer"
+            )
         except ReftError as error:
             self._note_error(error)
         else:

@@ -83,9 +83,9 @@ def test_a_differing_setting_is_named(request_changes, settings_changes, text):
 
 
 def test_a_node_with_another_protocol_version_is_refused():
-    other = replace(INFO.agreed, protocol=6)
-    assert messages.PROTOCOL == 7
-    with pytest.raises(ConfigError, match=r"rank 0 has protocol 7, rank 1 6\."):
+    other = replace(INFO.agreed, protocol=7)
+    assert messages.PROTOCOL == 8
+    with pytest.raises(ConfigError, match=r"rank 0 has protocol 8, rank 1 7\."):
         job_of(other)
 
 

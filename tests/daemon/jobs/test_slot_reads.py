@@ -121,7 +121,7 @@ def test_all_ranks_wait_for_the_rank_that_reads_most_from_other_nodes():
 
 def test_calls_over_tcp_are_not_forwarded(start):
     job = Job([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)]).decide()
-    address, metadata = job.hellos[0].addresses[0], rpc.token_metadata(job.manifest.token)
+    address, metadata = job.hellos[0].addresses[0], rpc.peer_metadata(job.manifest.token)
     version, node = messages.version_to(job.version(3)), job.manifest.nodes[1]
     with rpc.channel(address) as channel:
         stub = pb_grpc.DaemonStub(channel)

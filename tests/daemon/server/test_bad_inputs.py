@@ -21,7 +21,7 @@ from reft.wire.slot_format import Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import CHUNK, Code, Job, descriptors_of, epoch_of, refused, tcp_call
+from tests.support.jobs import CHUNK, Code, Job, descriptors_of, epoch_of, refused, tcp_call, write
 from tests.support.saying import report_of
 
 MIB = 1 << 20
@@ -57,10 +57,50 @@ def listing(daemon: DaemonProcess) -> list[str]:
     return sorted(str(path) for path in daemon.folder.parent.glob(f"{daemon.folder.name}/**/*"))
 
 
-@pytest.mark.parametrize("protocol", [0, messages.PROTOCOL + 1, (1 << 32) - 1])
+@pytest.mark.parametrize("protocol", [0, messages.OLDEST - 1, messages.PROTOCOL + 1, (1 << 32) - 1])
 def test_another_protocol_is_refused_with_both_numbers(shared, protocol):
-    with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}"):
+    with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}, this daemon"):
         shared.call("Hello", pb.HelloRequest(protocol=protocol))
+
+
+def test_a_newer_program_that_still_speaks_our_protocol_is_admitted(shared):
+    reply = shared.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL + 2, oldest=messages.PROTOCOL))
+    assert (reply.protocol, reply.oldest) == (messages.PROTOCOL, messages.OLDEST)
+
+
+def protocol_metadata(newest: int, oldest: int) -> tuple[tuple[str, str], ...]:
+    return ((rpc.PROTOCOL_KEY, str(newest)), (rpc.OLDEST_KEY, str(oldest)))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ((), f"protocol {rpc.SILENT}, this daemon"),
+        (protocol_metadata(messages.OLDEST - 1, 1), f"protocol {messages.OLDEST - 1} (and older ones from 1 on)"),
+        (protocol_metadata(99, messages.PROTOCOL + 1), f"protocol 99 (and older ones from {messages.PROTOCOL + 1} on)"),
+        (((rpc.PROTOCOL_KEY, "eight"),), "protocol 0, this daemon"),
+    ],
+)
+def test_a_call_of_another_daemons_protocol_is_refused_before_it_is_read(shared, job, metadata, said):
+    """Bytes that are no message, so an answer to these would be another error."""
+    with grpc.insecure_channel(job.hellos[0].addresses[0], options=rpc.OPTIONS) as channel:
+        with refused(Code.FAILED_PRECONDITION, said):
+            channel.unary_unary("/reft.v1.Peer/Gather")(b"\xff", timeout=10, metadata=metadata)
+        with refused(Code.FAILED_PRECONDITION, said):
+            list(channel.unary_stream("/reft.v1.Daemon/Read")(b"\xff", timeout=10, metadata=metadata))
+
+
+def test_replies_to_daemons_say_the_protocol(shared, job):
+    with grpc.insecure_channel(job.hellos[0].addresses[0], options=rpc.OPTIONS) as channel:
+        metadata = (*protocol_metadata(99, messages.OLDEST), (rpc.TOKEN_KEY, job.manifest.token))
+        stub = pb_grpc.DaemonStub(channel)
+        _, call = stub.Status.with_call(pb.StatusRequest(job="job"), timeout=10, metadata=metadata)
+        assert set(rpc.PROTOCOL_METADATA) <= set(call.trailing_metadata())
+        (name, *_) = job.lease(0)
+        write(job.maps(0, [name])[0], job.version(1))
+        request = pb.ReadRequest(job="job", slot=name, version=messages.version_to(job.version(1)), size=8)
+        pieces = stub.Read(request, timeout=10, metadata=metadata)
+        assert set(rpc.PROTOCOL_METADATA) <= set(pieces.initial_metadata()) and list(pieces)
 
 
 def test_a_report_of_another_protocol_is_refused_and_changes_nothing(shared, job):
@@ -281,10 +321,10 @@ def test_bytes_that_are_no_message_are_refused_before_any_token_without_a_traceb
     with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
         for method in ("reft.v1.Daemon/Purge", "reft.v1.Peer/Beat", "grpc.health.v1.Health/Check"):
             with refused(Code.INVALID_ARGUMENT, "can't be read"):
-                channel.unary_unary(f"/{method}")(b"\xff", timeout=10)
+                channel.unary_unary(f"/{method}")(b"\xff", timeout=10, metadata=rpc.PROTOCOL_METADATA)
         for method in ("reft.v1.Daemon/Read", "grpc.health.v1.Health/Watch"):
             with refused(Code.INVALID_ARGUMENT, "can't be read"):
-                list(channel.unary_stream(f"/{method}")(b"\xff", timeout=10))
+                list(channel.unary_stream(f"/{method}")(b"\xff", timeout=10, metadata=rpc.PROTOCOL_METADATA))
         with refused(Code.UNIMPLEMENTED):
             channel.unary_unary("/reft.v1.Daemon/None")(b"", timeout=10)
         watching = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=10)

@@ -13,7 +13,7 @@ import pytest
 from reft.core.commit.round import Outcome
 from reft.wire import local_socket
 from reft.wire.local_socket import READ_BYTES, FrameReader, frame
-from reft.wire.messages import PROTOCOL
+from reft.wire.messages import OLDEST, PROTOCOL
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.jobs import rounds
@@ -157,7 +157,7 @@ def test_a_caller_gets_its_process_as_the_kernel_knows_it(run):
     async def scenario(place: Place) -> None:
         reply = await place.caller().ask(WHO)
         seen = pb.Caller(pid=os.getpid(), pid_start=stat_of(os.getpid()).start, parent=os.getppid())
-        assert reply == pb.LocalReply(caller=seen, calls=1, protocol=PROTOCOL)
+        assert reply == pb.LocalReply(caller=seen, calls=1, protocol=PROTOCOL, oldest=OLDEST)
 
     run(scenario)
 
