@@ -16,9 +16,10 @@ log = logging.getLogger("reft")
 
 
 class CurrentPlan(NamedTuple):
-    """The leaves that exist now, and the save plan for them."""
+    """The leaves that exist now, their write counts, and the save plan for them."""
 
     tensor_index: TensorIndex
+    versions: Sequence[int]
     save_plan: SavePlan
 
 
@@ -50,14 +51,16 @@ class SavePlanner:
 
     def current(self) -> CurrentPlan:
         """Returns the plan for the leaves that exist now; reuses the one before if possible."""
-        if self._current is not None and self._current.tensor_index.is_current():
-            return self._current
+        if self._current is not None:
+            versions = self._current.tensor_index.current_versions()
+            if versions is not None:
+                return self._current._replace(versions=versions)
         previous = self._current.save_plan if self._current else self._predicted
         tensor_index = self.tracked.bind()
         leaves = tensor_index.leaves()
         reused = previous.with_tensors(leaves, tensor_index.tensors) if previous else None
         save_plan = reused or plan_save(self._placement, self._rank, leaves, tensor_index.tensors, self._tiling)
-        self._current = CurrentPlan(tensor_index, save_plan)
+        self._current = CurrentPlan(tensor_index, tensor_index.versions(), save_plan)
         if self._placement.lanes and save_plan.unplanned != (previous.unplanned if previous else ()):
             log.warning(
                 "rank %d: attach did not predict %d leaves, e.g. %s. They are lost with their node.",

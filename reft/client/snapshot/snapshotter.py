@@ -115,7 +115,7 @@ class Snapshotter:
         if not self.slots.prepare(plan.save_plan, self.round.whole):
             return "slots of the new size are being made."
         tree = {**self.host.take(task.step, plan.tensor_index.names), "marked": is_marked}
-        guard = WriteGuard(plan.tensor_index)
+        guard = WriteGuard(plan.tensor_index, plan.versions)
         compares_all = task.step <= self.facts.compares_all_until
         order = CopyOrder(
             plan.save_plan, self.slots.chunk_bytes, task.step, compares_all, pacing_plan, self.facts.failpoints,

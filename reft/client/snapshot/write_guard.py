@@ -18,11 +18,12 @@ class WriteGuard:
 
     Args:
         tensor_index: the leaves. Staged leaves may be written in the window.
+        at_mark: the counters at the mark.
     """
 
-    def __init__(self, tensor_index: TensorIndex) -> None:
+    def __init__(self, tensor_index: TensorIndex, at_mark: Sequence[int]) -> None:
         self._tensor_index = tensor_index
-        self._at_mark = tensor_index.versions()
+        self._at_mark = at_mark
         self._at_fence: Sequence[int] | None = None
         self._lock = threading.Lock()
 
@@ -42,6 +43,6 @@ class WriteGuard:
         assert self._at_fence is not None
         if self._at_fence == self._at_mark:
             return
-        for name, before, after in zip(self._tensor_index.tensors, self._at_mark, self._at_fence, strict=True):
-            if before != after and name not in self._tensor_index.staged:
+        for name, before, after in zip(self._tensor_index.locations.names, self._at_mark, self._at_fence, strict=True):
+            if before != after:
                 raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")

@@ -95,7 +95,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 SHAPE = attrgetter("shape")
-ADDRESS, NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
+ADDRESS = torch.Tensor.data_ptr
 END = object()  # equals no entry of any container
 
 
@@ -169,22 +169,32 @@ class TensorPlaces:
 
 
 class TensorLocations:
-    """The addresses and sizes of tensors, as they were found."""
+    """The addresses, sizes and write counts of tensors.
+
+    A fixed tensor changes only in an optimizer's step. Forward may change any other tensor. torch
+    does not count the writes of tensors made in inference mode, so these are not fixed: for example
+    a mask that an evaluation puts into a buffer.
+    """
 
     def __init__(self) -> None:
-        self._located: list[torch.Tensor] = []
-        self._addresses: list[int] = []
+        # Of each fixed tensor: name, local memory, and the tensor on which torch counts writes.
+        self.names: list[str] = []
         self._fixed: list[torch.Tensor] = []
+        self._counted: list[torch.Tensor] = []
+        self._addresses: list[int] = []
         self._numels: list[int] = []
-        self._resizable: list[torch.Tensor] = []
+        # Of each other tensor.
+        self._others: list[torch.Tensor] = []
+        self._other_addresses: list[int] = []
         self._shapes: list[torch.Size] = []
         self._wrappers: list[torch.Tensor] = []
         self._locals: list[torch.Tensor] = []
 
     def track_address(self, tensor: torch.Tensor) -> None:
-        """Tracks the memory address of a plain tensor."""
-        self._located.append(tensor)
-        self._addresses.append(tensor.data_ptr())
+        """Tracks the memory address and the shape of a plain tensor."""
+        self._others.append(tensor)
+        self._other_addresses.append(tensor.data_ptr())
+        self._shapes.append(tensor.shape)
 
     def track_local(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Tracks which local tensor a DTensor has; a plain tensor is its own."""
@@ -192,34 +202,49 @@ class TensorLocations:
             self._wrappers.append(tensor)
             self._locals.append(local)
 
-    def track(self, tensor: torch.Tensor, local: torch.Tensor, staged: bool) -> None:
-        """Tracks the address and the size of a tensor's local memory.
+    def track(self, name: str, tensor: torch.Tensor, local: torch.Tensor, counted: torch.Tensor, staged: bool) -> None:
+        """Tracks the address, the size and the write count of a tensor's local memory.
 
         Args:
+            name: the name of the leaf.
             tensor: a plain tensor or a DTensor.
             local: the plain tensor itself, or the DTensor's local tensor.
+            counted: the tensor on which torch counts writes.
             staged: whether forward may change the tensor.
         """
         self.track_local(tensor, local)
-        self.track_address(local)
-        if staged:  # buffers may be resized in place; comparing numel takes a third of the time
-            self._resizable.append(local)
-            self._shapes.append(local.shape)
-        else:
-            self._fixed.append(local)
-            self._numels.append(local.numel())
+        if staged or counted.is_inference():
+            self.track_address(local)
+            return
+        self.names.append(name)
+        self._fixed.append(local)
+        self._counted.append(counted)
+        self._addresses.append(local.data_ptr())
+        self._numels.append(local.numel())
 
-    def is_current(self) -> bool:
-        """Returns whether each tensor has the address and the size that it had.
+    def current_versions(self) -> list[int] | None:
+        """Returns the fixed tensors' write counts; None if any address or size has changed.
 
-        Runs at every mark, so the code is terse.
+        Runs at every mark. Fixed tensors are looked at in one pass: the memory of thousands of
+        tensors does not fit into the caches, so a second pass costs as much as the first.
         """
-        return (
+        if not (
             all(map(is_, map(local_tensor, self._wrappers), self._locals))
-            and list(map(ADDRESS, self._located)) == self._addresses
-            and list(map(NUMEL, self._fixed)) == self._numels
-            and list(map(SHAPE, self._resizable)) == self._shapes
-        )
+            and list(map(ADDRESS, self._others)) == self._other_addresses
+            and list(map(SHAPE, self._others)) == self._shapes
+        ):
+            return None
+        rows = zip(self._fixed, self._counted, self._addresses, self._numels, strict=True)
+        versions = [
+            write_count(counted)
+            for local, counted, address, numel in rows
+            if local.data_ptr() == address and local.numel() == numel
+        ]
+        return versions if len(versions) == len(self._fixed) else None
+
+    def versions(self) -> list[int]:
+        """Returns how often each fixed tensor was written in place."""
+        return [write_count(counted) for counted in self._counted]
 
 
 @dataclass
@@ -245,7 +270,6 @@ class TensorIndex:
     names: ParameterNames = field(default_factory=ParameterNames)
     places: TensorPlaces = field(default_factory=TensorPlaces)
     locations: TensorLocations = field(default_factory=TensorLocations)
-    _versioned: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
     def add(
@@ -290,20 +314,19 @@ class TensorIndex:
         for part in parts:
             part_name = "/".join((name, *part.path))
             check_supported(part_name, part.tensor)
-            self.locations.track(part.tensor if owners else tensor, part.tensor, staged)
-            leaf_name = self._add_plain(part_name, part.tensor, tensor, inner_region(local, region, part.tensor))
+            self.locations.track(part_name, part.tensor if owners else tensor, part.tensor, tensor, staged)
+            leaf_name = self._add_plain(part_name, part.tensor, inner_region(local, region, part.tensor))
             added.append((leaf_name, part))
             if leaf_name and staged:
                 self.staged.add(leaf_name)
         return added
 
-    def _add_plain(self, name: str, local: torch.Tensor, counted: torch.Tensor, region: Region | None) -> str:
+    def _add_plain(self, name: str, local: torch.Tensor, region: Region | None) -> str:
         """Adds plain memory; returns the name of the leaf, or "" if the memory is known.
 
         Args:
             name: the name without the indices of a piece.
             local: the memory.
-            counted: the tensor on which torch counts writes.
             region: the region that the memory covers.
 
         Raises:
@@ -323,8 +346,6 @@ class TensorIndex:
             self.boxes[name] = region
         self._seen[identity] = name
         self.tensors[name] = local
-        if not counted.is_inference():
-            self._versioned.append(counted)
         return name
 
     def track_entry(self, place: Mapping[Any, Any], key: object, value: object) -> None:
@@ -349,16 +370,18 @@ class TensorIndex:
 
     def is_current(self) -> bool:
         """Returns whether every tensor is where it was, and none was added or removed."""
-        return self.places.is_current() and self.locations.is_current()
+        return self.current_versions() is not None
+
+    def current_versions(self) -> list[int] | None:
+        """Returns what `versions` returns; None if a tensor is elsewhere, was added or removed."""
+        return self.locations.current_versions() if self.places.is_current() else None
 
     def versions(self) -> list[int]:
-        """Returns how often each leaf was written in place, in the order of `tensors`.
+        """Returns how often each fixed tensor was written in place.
 
-        For a DTensor, torch counts on the DTensor, not on its local tensor. Tensors made in
-        inference mode are left out, because torch does not count their writes: for example a mask
-        that an evaluation puts into a buffer.
+        For a DTensor, torch counts on the DTensor, not on its local tensor.
         """
-        return list(map(write_count, self._versioned))
+        return self.locations.versions()
 
     def leaves(self) -> list[Leaf]:
         """Returns all leaves, in the order of discovery."""

@@ -69,18 +69,18 @@ def test_a_single_entry_and_a_size_are_noticed():
 def test_moved_and_resized_memory_is_noticed():
     fixed, staged = torch.zeros(4), torch.zeros(2, 2)
     locations = TensorLocations()
-    locations.track(fixed, fixed, staged=False)
-    locations.track(staged, staged, staged=True)
-    assert locations.is_current()
+    locations.track("fixed", fixed, fixed, fixed, staged=False)
+    locations.track("staged", staged, staged, staged, staged=True)
+    assert locations.current_versions() == locations.versions()
     staged.resize_(4)  # as many elements at the same address
-    assert not locations.is_current()
+    assert locations.current_versions() is None
     staged.resize_(2, 2)
-    assert locations.is_current()
+    assert locations.current_versions() == locations.versions()
     fixed.resize_(3)
-    assert not locations.is_current()
+    assert locations.current_versions() is None
     fixed.resize_(4)
     fixed.data = torch.zeros(4)
-    assert not locations.is_current()
+    assert locations.current_versions() is None
 
 
 def test_tensors_made_since_then_are_removed_and_replaced_ones_put_back():
