@@ -1,6 +1,10 @@
 """What a snapshot costs beside its bytes: CPU time of trainer and daemon, for a state of 0.3 MB.
 
     python bench/fixed.py [--steps N] [--layers L] [--json FILE]
+    python bench/fixed.py --parameters 1000 5000 20000 75000 [--steps N] [--json FILE]
+
+The second form measures the mark alone, for models of so many parameters of 4 elements each, as
+experts of a mixture have them: the CPU time of the training thread at a mark that takes a snapshot.
 
 Blocks of steps with and without snapshots take turns. The difference is the cost of a snapshot. It
 comes from the CPU clocks of both processes and of the training thread. So other processes on the
@@ -31,6 +35,10 @@ REST_S = 0.05
 BLOCKS = 4  # of each kind
 WIDTH = 64
 TITLE = "What a snapshot costs beside its bytes, in processor time"
+MARK_TITLE = "A mark in the training thread, by the number of parameters"
+MARK_GOALS = {20_000: 15.0}  # number of parameters → ms
+OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+EXPERTS = 128  # of a layer; 3 parameters each
 
 
 def cpu_ms(pid: int) -> float:
@@ -80,13 +88,65 @@ class Measured:
         return [cpu_ms(me), cpu_ms(self.pid), float(switches(me)), float(switches(self.pid))]
 
 
+def experts(parameters: int) -> nn.Module:
+    """Returns layers of experts with at least so many parameters."""
+    expert = lambda: nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("gate", "up", "down")})  # noqa: E731
+    layers, rest = divmod(-(-parameters // 3), EXPERTS)
+    return nn.ModuleList(nn.ModuleList(expert() for _ in range(n)) for n in (*[EXPERTS] * layers, rest) if n)
+
+
+def mark_times(address: str, parameters: int, optimizer_name: str, steps: int) -> list[float]:
+    """Returns the milliseconds of each of so many marks, after three others."""
+    torch.set_num_threads(1)
+    model = experts(parameters)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters(), lr=0.1)
+    job = f"mark-{parameters}-{optimizer_name}"
+    session = reft.attach(model, optimizer, job=job, daemon=address, protect="none", every=1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    times = []
+    for _ in range(steps + 3):
+        optimizer.step()
+        began = time.thread_time()
+        session.step_end()
+        times.append(1000 * (time.thread_time() - began))
+        session.seal()
+    session.close()
+    return times[3:]
+
+
+def measure_marks(options: argparse.Namespace) -> None:
+    """Measures marks by the number of parameters, and prints and writes the figures."""
+    rows = []
+    with common.daemon() as (address, _):
+        for name in OPTIMIZERS:
+            for parameters in options.parameters:
+                times = mark_times(address, parameters, name, options.steps)
+                goal = MARK_GOALS.get(parameters)
+                limit = None if goal is None else f"<= {goal:.0f}"
+                figure = common.median(times)
+                rows.append(
+                    Row(f"{parameters} parameters, {name}", "ms", limit, figure, min=min(times), max=max(times))
+                )
+                print(
+                    f"{parameters} parameters, {name}: {figure:.1f} ms at a mark ({min(times):.1f} to {max(times):.1f})"
+                )
+    if options.json:
+        notes = [f"{options.steps} marks each, with a snapshot at each; CPU time of the training thread.",
+                 "AdamW has four tensors for each parameter, SGD one."]  # fmt: skip
+        result.write(options.json, __file__, MARK_TITLE, rows, notes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--parameters", type=count, nargs="+", help="measure marks for so many parameters")
     parser.add_argument("--steps", type=count, default=50, help="of a block")
     parser.add_argument("--layers", type=count, default=6)
     parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     common.end_on_signals()
+    if options.parameters:
+        return measure_marks(options)
     with common.daemon() as (address, pid):
         measured = Measured(address, pid, options.layers)
         measured.block(1, 10)

@@ -102,10 +102,10 @@ class LocalState:
         """The table of the layout, as slots have it."""
         return messages.table_to(self.predicted)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of this rank's state: the CUDA device of any parameter, else the CPU."""
-        devices = (named.local.device for named in self.tracked.parameters())
+        devices = (named.local.device for named in self.tensor_index.names.values())
         return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 

@@ -86,7 +86,7 @@ class HostState:
             UnsupportedState: a value has a type that cannot be stored, or the tree exceeds the
                 capsule's limit.
         """
-        size = len(serialization.encode(self.capture(0), names))
+        size = len(serialization.encode(storable(self.take(0, self._names)), names))
         if size > CAPSULE_MAX:
             raise UnsupportedState(
                 f"the small host state has {size} bytes, for {len(self._names)} parameters; the limit is {CAPSULE_MAX}.",
