@@ -30,6 +30,7 @@ from reft.console import say
 from reft.errors import UnsupportedState
 from reft.integrations.checks import Tested, refuse_own, this_process
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TESTED = Tested("lightning", "2.6.6")
 LOOPS = ("setup_data", "on_advance_end", "done", "restarting", "_restarting", "epoch_loop.on_run_start",
          "epoch_loop.on_advance_end", "epoch_loop.done", "epoch_loop.batch_progress.reset_on_run",
@@ -98,6 +99,7 @@ class Position:
         for callback in self._trainer.callbacks:
             if callback.state_key in held["callbacks"]:
                 callback.load_state_dict(held["callbacks"][callback.state_key])
+        _finish_finetuning(self._trainer)
         if self._trainer.datamodule:
             self._trainer.datamodule.load_state_dict(held["datamodule"])
         self.is_held = True
@@ -314,6 +316,24 @@ def _is_resumable(loop: Any) -> bool:
         hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         for loader in loop._combined_loader.flattened
     )
+
+
+def _finish_finetuning(trainer: Any) -> None:
+    """Makes what a finetuning callback has unfrozen as it was.
+
+    Attach has restored which parameters get gradients, and the groups of the optimizers. The
+    callback would replace these groups by earlier ones of its own. When it unfreezes a batch
+    normalization, it also makes the running averages go on.
+    """
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    callbacks = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]
+    for callback in callbacks:
+        TESTED.need(callback, "_restarting")
+        callback._restarting = False
+    for part in trainer.lightning_module.modules() if callbacks else ():
+        if isinstance(part, BATCH_NORMS) and any(p.requires_grad for p in part.parameters()):
+            part.track_running_stats = True
 
 
 def _modules(callbacks: Iterable[Any]) -> dict[str, nn.Module]:

@@ -158,6 +158,7 @@ KINDS = {
     "hf_trainer.py": of_transformers,
     "lightning_fit.py": of_lightning,
     "lightning_hooks.py": of_lightning,
+    "lightning_unfreezing.py": of_lightning,
     "resumed_trainer.py": of_transformers,
     "torchao_low_bit.py": of_loop,
 }

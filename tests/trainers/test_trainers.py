@@ -51,7 +51,11 @@ EXAMPLES = {
     "tests/support/torchao_low_bit.py int8 AdamW4bit": "torchao",
 }
 # Each of these is run in one test only.
-ODD = {"tests/support/lightning_hooks.py": "lightning", "tests/support/resumed_trainer.py": "hf"}
+ODD = {
+    "tests/support/lightning_hooks.py": "lightning",
+    "tests/support/lightning_unfreezing.py": "lightning",
+    "tests/support/resumed_trainer.py": "hf",
+}
 # Minutes; run with -m "trainers and slow".
 SLOW = ("--ep 2",)
 OTHER_MOMENTS = [pytest.param(seed, marks=pytest.mark.chaos) for seed in (1, 2, 3)]
@@ -203,6 +207,24 @@ def test_what_lightning_changes_after_a_batch_and_an_epoch_is_restored(step, dae
     assert after.returncode == 0, after.stderr
     assert restored(after) == [step]
     assert "what Hooked.on_save_checkpoint adds to a checkpoint" in after.stderr
+    assert_ends_alike(example.result("after"), example.result("plain"))
+
+
+@pytest.mark.parametrize(
+    ("step", "order"), [(3, "first"), (4, "first"), (6, "first"), (8, "first"), (13, "first"), (6, "last")]
+)
+def test_a_backbone_that_lightning_unfreezes_is_restored(step, order, daemon, tmp_path):
+    """BackboneFinetuning unfreezes the backbone at step 4, and gives it a group of its own."""
+    example = Example("tests/support/lightning_unfreezing.py", tmp_path)
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", "ORDER": order, **EVERY_STEP}
+    plain = example.run("plain", REFT_MODE="off")
+    assert plain.returncode == 0, plain.stderr
+    killed = example.run("killed", REFT_FAILPOINTS=f"snapshot.chunk:kill:from={step + 1}", **reft)
+    assert killed.returncode == -9, killed.stderr
+    after = example.run("after", **reft)
+    assert after.returncode == 0, after.stderr
+    assert restored(after) == [step]
+    assert ("1 group added to optimizer.0" in after.stderr) == (step > 4)
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 

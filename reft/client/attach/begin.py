@@ -22,6 +22,7 @@ from reft.client.snapshot.snapshot_thread import SnapshotFacts
 from reft.client.snapshot.snapshotter import Snapshotter
 from reft.client.snapshot.task import SnapshotHistory
 from reft.client.state import random_state
+from reft.client.state.structure import parameter_names
 from reft.console import say
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import DueSteps, FailureHistory, IntervalEstimator
@@ -49,7 +50,8 @@ def begin(
     step = plan.base.step if plan.base else 0
     restored_from = plan.restored_from(introduction.nodes)
     engine = copy_engine(context, introduction)
-    snapshots = make_snapshotter(context, introduction, plan, leases, slots, engine, SnapshotHistory(), step)
+    built = parameter_names(introduction.state.tensor_index.leaves())
+    snapshots = make_snapshotter(context, introduction, plan, leases, slots, engine, SnapshotHistory(), step, built)
     tree = result.tree
     session = Session(
         snapshots,
@@ -82,6 +84,7 @@ def make_snapshotter(
     engine: CopyEngine,
     history: SnapshotHistory,
     step: int,
+    built: frozenset[str] | None,
 ) -> Snapshotter:
     """Returns the snapshotter of the new epoch.
 
@@ -94,6 +97,7 @@ def make_snapshotter(
         engine: copies snapshots.
         history: the tasks of the session.
         step: the completed step.
+        built: names of the parameters that a restarted script builds.
     """
     settings, daemon, state, epoch = context.settings, introduction.daemon, introduction.state, plan.decision.epoch
     rank, tracked = context.rank, state.tracked
@@ -112,7 +116,7 @@ def make_snapshotter(
     return Snapshotter(
         SnapshotFacts(rank, epoch, plan.placement, state.names, step + 2 * context.request.every, context.failpoints),
         plan.base,
-        SavePlanner(tracked, plan.placement, rank, engine.parity_tiling, state.predicted.leaves),
+        SavePlanner(tracked, plan.placement, rank, engine.parity_tiling, state.predicted.leaves, built),
         state.host,
         engine,
         reporter,

@@ -169,7 +169,15 @@ def reattach(
     with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
         slots = lease(context, introduction, plan, leases)
         new_snapshots = make_snapshotter(
-            context, introduction, plan, leases, slots, snapshots.engine, snapshots.history, step
+            context,
+            introduction,
+            plan,
+            leases,
+            slots,
+            snapshots.engine,
+            snapshots.history,
+            step,
+            snapshots.planner.built,
         )
     return new_snapshots, plan.manifest
 

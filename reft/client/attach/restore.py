@@ -29,6 +29,7 @@ from reft.client.restore.transport import Transport, transport_of
 from reft.console import say
 from reft.errors import ReftError
 from reft.wire import messages
+from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -72,6 +73,13 @@ def _refuse(leases: SlotLeases) -> None:
         leases.release(is_refused=True)
 
 
+def remote_slots(context: AttachContext, introduction: Introduction, survey: JobSurvey) -> RemoteSlots:
+    """Returns the reader of this job's slots, through this node's daemon."""
+    nodes = {**survey.nodes, **{node.id: node for node in introduction.nodes}}
+    deadline_s = context.settings.attach_deadline_s
+    return RemoteSlots(introduction.job.id, introduction.daemon.address, introduction.node.id, nodes, deadline_s)
+
+
 def restore(
     context: AttachContext,
     introduction: Introduction,
@@ -103,11 +111,7 @@ def restore(
     def at_chunk(chunk: int) -> None:
         context.failpoints.hit("restore.chunk", chunk=chunk, **facts)
 
-    nodes = {**plan.survey.nodes, **{node.id: node for node in introduction.nodes}}
-    remote = RemoteSlots(
-        introduction.job.id, introduction.daemon.address, introduction.node.id, nodes, settings.attach_deadline_s
-    )
-    with contextlib.closing(SlotOpener(leases, remote)) as opener:
+    with contextlib.closing(SlotOpener(leases, remote_slots(context, introduction, plan.survey))) as opener:
         steps = restore_steps(context, introduction, plan, opener, buffer)
         return run_restore(steps, context.rank_group, transport, at_chunk)
 

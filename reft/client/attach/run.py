@@ -7,6 +7,8 @@
                 one rank surveys absent nodes
     ties        with such tensors: the base's manifest says which are tied, or without a base
                 their bytes; if not all are, introduce and describe are taken again
+    structure   frozen parameters and groups of optimizers become like the base's; if any rank's
+                were others, introduce and describe are taken again
     plan        the same pure functions on every rank: base version and readers, or a fresh start;
                 the new placement
     compare     a fresh start, before the placement: all ranks find mismatched leaves
@@ -47,7 +49,11 @@ from reft.client.attach.plan import (
     refuse_fresh_start,
 )
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
+from reft.client.attach.structure import rebuild_structure
 from reft.client.session import Session
+from reft.client.state.structure import group_counts
+from reft.console import say
+from reft.core.recovery.recovery import RecoveryPlan
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -72,15 +78,20 @@ def run_attach(context: AttachContext) -> AttachResult:
         ties = stages.candidates  # until the survey says what the base has
         introduction = introduce(context, stages.tracked(ties), memory)
         description = describe(context, introduction)
+        counts = group_counts(introduction.state.tracked)
         attempt = AttachTry()
         while True:
             survey = take_inventory(context, introduction, attempt.erased, attempt.first_survey)
-            ties, before = agreed_ties(context, introduction, stages, survey, attempt), ties
-            if ties != before:
+            recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt.erased)
+            ties, before = agreed_ties(context, stages, survey, recovery), ties
+            changes = rebuild_structure(context, introduction, stages.tracked(ties), survey, recovery, counts)
+            if ties != before or changes:
+                if changes and context.rank == 0:
+                    say(f"the objects are made like those of the snapshot: {'; '.join(changes)}.")
                 memory.close()
                 introduction = introduce(context, stages.tracked(ties), memory)
                 description = describe(context, introduction)
-            plan = plan_restore(context, introduction, description, survey, attempt, memory)
+            plan = plan_restore(context, introduction, description, survey, recovery, attempt, memory)
             decide(context, introduction, plan)
             with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
                 result = restore(context, introduction, plan, leases, memory.buffer)
@@ -95,22 +106,14 @@ def run_attach(context: AttachContext) -> AttachResult:
 
 
 def agreed_ties(
-    context: AttachContext,
-    introduction: Introduction,
-    stages: stage_names.StageFacts,
-    survey: JobSurvey,
-    attempt: AttachTry,
+    context: AttachContext, stages: stage_names.StageFacts, survey: JobSurvey, recovery: RecoveryPlan
 ) -> frozenset[str]:
     """Returns the ties between pipeline stages: those of the base, or equal bytes without a base.
 
     Before a restore the bytes of the new model say nothing: the stages may have other seeds.
-
-    Raises:
-        ReftError: see `recover_at_start`.
     """
     if not stages.candidates:
         return frozenset()
-    recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt.erased)
     base = manifest_of_base(survey, recovery)
     return stages.ties_now(context.rank_group) if base is None else stages.ties_of_base(layouts_of(base)[0].names)
 
@@ -120,6 +123,7 @@ def plan_restore(
     introduction: Introduction,
     description: Description,
     survey: JobSurvey,
+    recovery: RecoveryPlan,
     attempt: AttachTry,
     memory: RestoreMemory,
 ) -> AttachPlan:
@@ -127,11 +131,7 @@ def plan_restore(
 
     Replicas are compared at a fresh start only. Before a restore the model has random values, so
     the base's mismatched leaves count.
-
-    Raises:
-        ReftError: see `recover_at_start`.
     """
-    recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt.erased)
     if recovery.base is None:
         refuse_fresh_start(context.settings, introduction.job.id, survey)
         memory.close()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from reft.client.snapshot.save_plan import ParityTiling, SavePlan, plan_save
+from reft.client.state.structure import changed_beyond_repair, parameter_names
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement
@@ -16,11 +17,19 @@ log = logging.getLogger("reft")
 
 
 class CurrentPlan(NamedTuple):
-    """The leaves that exist now, their write counts, and the save plan for them."""
+    """The leaves that exist now, their write counts, and the save plan for them.
+
+    Attributes:
+        tensor_index: the leaves.
+        versions: the write counts.
+        save_plan: the save plan.
+        unrestorable: why a restarted script could not bring back the leaves; empty if it could.
+    """
 
     tensor_index: TensorIndex
     versions: Sequence[int]
     save_plan: SavePlan
+    unrestorable: str
 
 
 class SavePlanner:
@@ -32,6 +41,7 @@ class SavePlanner:
         rank: the rank that writes.
         tiling: the sizes of parity columns that suit the engine.
         predicted: the leaves that attach predicts. Their plan is made here, before the first mark.
+        built: names of the parameters that a restarted script builds; None if they are not known.
     """
 
     def __init__(
@@ -41,7 +51,9 @@ class SavePlanner:
         rank: int,
         tiling: ParityTiling,
         predicted: Sequence[Leaf] | None = None,
+        built: frozenset[str] | None = None,
     ) -> None:
+        self.built = built
         self.tracked = tracked
         self._placement = placement
         self._rank = rank
@@ -60,7 +72,10 @@ class SavePlanner:
         leaves = tensor_index.leaves()
         reused = previous.with_tensors(leaves, tensor_index.tensors) if previous else None
         save_plan = reused or plan_save(self._placement, self._rank, leaves, tensor_index.tensors, self._tiling)
-        self._current = CurrentPlan(tensor_index, tensor_index.versions(), save_plan)
+        now = parameter_names(leaves)
+        self._current = CurrentPlan(
+            tensor_index, tensor_index.versions(), save_plan, changed_beyond_repair(self.built or now, now)
+        )
         if self._placement.lanes and save_plan.unplanned != (previous.unplanned if previous else ()):
             log.warning(
                 "rank %d: attach did not predict %d leaves, e.g. %s. They are lost with their node.",

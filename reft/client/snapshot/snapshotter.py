@@ -112,6 +112,8 @@ class Snapshotter:
         if self.round.is_discarded(task.step):
             return f"steps up to {self.round.discarded_until} were counted by calls of the optimizer."
         plan = self.planner.current()
+        if plan.unrestorable:
+            return plan.unrestorable
         if not self.slots.prepare(plan.save_plan, self.round.whole):
             return "slots of the new size are being made."
         tree = {**self.host.take(task.step, plan.tensor_index.names), "marked": is_marked}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from reft.client.memory.cuda import HostCopy, begin_host_copy
-from reft.client.state import random_state, serialization
+from reft.client.state import random_state, serialization, structure
 from reft.client.state.parameters import ParameterNames
 from reft.client.state.serialization import finished, from_plain, to_plain
 from reft.client.state.tracked_objects import TrackedObjects
@@ -71,6 +71,7 @@ class HostState:
         return {
             "step": step,
             "subjects": self._tracked.capture(names),
+            "trainable": structure.trainable(names),
             "scalers": {name: _capture_scaler(scaler) for name, scaler in self._tracked.scalers.items()},
             "state": {name: to_plain(_state_of(value), self._begin_copy) for name, value in self._objects.items()},
             "random": random_state.take(),

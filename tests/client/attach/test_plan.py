@@ -67,7 +67,10 @@ def test_replicas_are_compared_at_a_fresh_start_only(monkeypatch):
     introduced, base = introduction(), begun(mismatched=["model.0.b"])
 
     def mismatched(survey: JobSurvey) -> list[str]:
-        plan = run.plan_restore(context(), introduced, description(introduced), survey, AttachTry(), RestoreMemory())
+        recovery = recover("job", survey, (), True)
+        plan = run.plan_restore(
+            context(), introduced, description(introduced), survey, recovery, AttachTry(), RestoreMemory()
+        )
         return list(plan.manifest.mismatched)
 
     assert mismatched(survey_of(base, {"a": [8], "b": [8]})) == ["model.0.b"] and not compared

@@ -1,0 +1,143 @@
+"""Groups and parameters that join or leave in mid-run, and a restart that builds the first ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from reft.client.state.structure import changed_beyond_repair, missing_groups
+from reft.errors import LayoutChanged
+from tests.scenarios.test_state_kinds import state_bytes
+
+UNFREEZES_AT = 3
+STEPS = 7
+
+
+def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
+    model[:2].requires_grad_(False)
+    return model, torch.optim.AdamW(model[2].parameters(), lr=1e-2)
+
+
+def iteration(model, optimizer, step: int, adds: bool) -> None:
+    """One step; layers are unfrozen at steps 3 and 5, as gradual unfreezing does."""
+    for layer, at in ((model[1], UNFREEZES_AT), (model[0], UNFREEZES_AT + 2)):
+        if step == at:
+            layer.requires_grad_(True)
+            if adds:
+                optimizer.add_param_group({"params": [*layer.parameters()], "lr": 1e-3 * at})
+    optimizer.zero_grad()
+    model(torch.ones(4, 8) * (step + 1)).square().sum().backward()
+    optimizer.step()
+
+
+def everything(model, optimizer) -> tuple:
+    """Returns all bytes, the settings of all groups, and which parameters get gradients."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    parameters = [[id(p) for p in model.parameters()].index(id(p)) for g in optimizer.param_groups for p in g["params"]]
+    return state_bytes(model, optimizer), groups, parameters, [p.requires_grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("killed_at", range(2, STEPS))
+def test_an_unfrozen_group_comes_back_bit_for_bit(attach, killed_at, capsys):
+    model, optimizer = build()
+    for step in range(STEPS):
+        iteration(model, optimizer, step, adds=True)
+    undisturbed = everything(model, optimizer)
+    model, optimizer = build()
+    session = attach(model, optimizer)
+    for step in session.steps(killed_at):
+        iteration(model, optimizer, step, adds=True)
+    assert session.seal(timeout=60).step == killed_at
+    at_kill = everything(model, optimizer)
+    capsys.readouterr()
+    other, another = build()
+    session = attach(other, another)
+    assert session.step == killed_at and everything(other, another) == at_kill
+    assert ("group added to optimizer.0" in capsys.readouterr().err) == (UNFREEZES_AT < killed_at <= UNFREEZES_AT + 2)
+    for step in session.steps(STEPS):
+        iteration(other, another, step, adds=True)
+    assert everything(other, another) == undisturbed
+
+
+def test_parameters_that_were_unfrozen_get_gradients_again(attach):
+    """All parameters are in the optimizer from the start, as many scripts have it."""
+
+    def make():
+        model, _ = build()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for step in session.steps(UNFREEZES_AT + 1):
+        iteration(model, optimizer, step, adds=False)
+    assert session.seal(timeout=60).step == UNFREEZES_AT + 1
+    other, another = make()
+    assert attach(other, another).step == UNFREEZES_AT + 1
+    assert everything(other, another) == everything(model, optimizer)
+
+
+def prune_a_layer(model, optimizer):
+    prune.l1_unstructured(model[2], "weight", 0.5)
+    return "model.0.2.weight_orig"
+
+
+def add_foreign_parameters(model, optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    return "optimizer.0.group1.param0"
+
+
+@pytest.mark.parametrize("change", [prune_a_layer, add_foreign_parameters], ids=lambda change: change.__name__)
+def test_a_change_that_a_restart_cannot_repeat_is_said_when_it_happens(attach, change, caplog):
+    """No later step is held, so the last step before the change stays, and comes back."""
+    model, optimizer = build()
+    session = attach(model, optimizer)
+    for step in session.steps(2):
+        iteration(model, optimizer, step, adds=True)
+    assert session.seal(timeout=60).step == 2
+    before = state_bytes(model, optimizer)
+    name = change(model, optimizer)
+    for step in session.steps(5):
+        iteration(model, optimizer, step, adds=False)
+    assert not session.seal(timeout=10) and session.stats()["whole_step"] == 2
+    assert name in caplog.text and "A restarted script builds the model as at the start" in caplog.text
+    other, another = build()
+    assert attach(other, another).step == 2 and state_bytes(other, another) == before
+
+
+def test_groups_that_the_script_has_no_longer_are_refused(attach):
+    model, optimizer = build()
+    optimizer.add_param_group({"params": [*model[1].parameters()]})
+    session = attach(model, optimizer)
+    for step in session.steps(2):
+        iteration(model, optimizer, step, adds=False)
+    assert session.seal(timeout=60)
+    other, _ = build()
+    with pytest.raises(LayoutChanged):
+        attach(other, torch.optim.AdamW(other[1].parameters(), lr=1e-2))
+
+
+@pytest.mark.parametrize(
+    ("saved", "missing"),
+    [
+        ([["a"], ["b", "c"]], [["b", "c"]]),
+        ([["a"]], []),
+        ([["a"], ["b"], ["c"]], [["b"], ["c"]]),
+        ([["b"], ["a"]], []),  # the first group is another one
+        ([["a"], ["x"]], []),  # a parameter that no model has
+        ([["a"], ["a"]], []),  # in two groups
+        ([], []),
+    ],
+)
+def test_only_groups_of_known_parameters_behind_the_own_ones_are_added(saved, missing):
+    groups = [{"params": names} for names in saved]
+    assert [group["params"] for group in missing_groups([["a"]], groups, {"a", "b", "c"})] == missing
+
+
+def test_what_joined_and_left_is_named():
+    assert changed_beyond_repair({"a"}, {"a"}) == ""
+    text = changed_beyond_repair({"a", "b"}, {"b", "c"})
+    assert "1 parameter joined during this run, e.g. c, and 1 parameter left during this run, e.g. a." in text
