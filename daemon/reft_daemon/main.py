@@ -31,6 +31,7 @@ from reft_daemon import __version__
 from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.shortage import take_all_descriptors
+from reft_daemon.jobs.scrub import scrub_for_ever
 from reft_daemon.peers.round_replicator import PeerChannels
 from reft_daemon.registry import Registry, RetentionTimes
 from reft_daemon.server import grpc_server
@@ -190,7 +191,9 @@ async def serve(settings: DaemonSettings) -> None:
     )
     for address in addresses:
         log.info("address=%s", address)
+    scrubbing = asyncio.ensure_future(scrub_for_ever(registry.jobs, registry.scrubbed))
     await _until_stopped(registry, socket_keeper.watch(registry, add_services), settings.idle_exit_s, settings.tls)
+    scrubbing.cancel()
     await asyncio.gather(tcp_server.stop(GRACE_S), socket_keeper.close(GRACE_S))
     await registry.close(settings.purge)
     await telling

@@ -28,6 +28,7 @@ from reft_daemon.jobs import epochs, leasing, persistence, trainers, undo
 from reft_daemon.jobs.capsule_replication import holders_of
 from reft_daemon.jobs.changes import TOLD_TO_MONITOR, TOLD_TO_REPORTS, TOLD_TO_SENDERS, ChangeQueue, JobChange
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.scrub import ScrubCounts
 from reft_daemon.membership.heartbeats import HeartbeatService
 from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, PeerChannels, RoundReplicator, reason_of
 
@@ -101,6 +102,7 @@ class Registry:
         self.jobs: dict[str, JobRecord] = {}
         self.changes = ChangeQueue()
         self._replicators: dict[str, RoundReplicator] = {}
+        self.scrubbed = ScrubCounts()
         self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, self.changes, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()

@@ -31,6 +31,8 @@ def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
     if reply.round_bytes_sent or reply.capsule_bytes_sent:
         daemon += f", sent {format_bytes(reply.round_bytes_sent)} for rounds"
         daemon += f" and {format_bytes(reply.capsule_bytes_sent)} for capsules"
+    if reply.damaged_slots:
+        daemon += f", found {counted(reply.damaged_slots, 'slot')} changed in memory"
     if not jobs:
         return ["no job is held here.", daemon]
     return [line for job in jobs for line in [*job_lines(job), ""]] + wrapped("", daemon)

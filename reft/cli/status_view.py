@@ -209,6 +209,8 @@ def document(reply: pb.StatusReply, jobs: Sequence[JobView], address: str) -> di
             "limit_bytes": reply.limit_bytes or None,
             "spare_bytes": reply.spare_bytes,
             "spare_limit_bytes": reply.spare_limit_bytes,
+            "scrubbed_bytes": reply.scrubbed_bytes,
+            "damaged_slots": reply.damaged_slots,
             "directory": reply.directory,
             "round_bytes_sent": reply.round_bytes_sent,
             "capsule_bytes_sent": reply.capsule_bytes_sent,

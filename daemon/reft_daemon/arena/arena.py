@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from reft.core.budget import MemoryLimit, refusal
+from reft.core.commit.version import Version
 from reft.core.membership.job_identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
 from reft.wire.messages import MANIFEST_MAX
@@ -63,6 +64,7 @@ class SlotFile:
     path: Path | None  # None for a memfd
     file_bytes: int
     _map: SlotMap
+    damaged: Version | None = None  # the version whose bytes the scrub found changed
 
     @property
     def map(self) -> SlotMap:

@@ -20,10 +20,13 @@ def header_of(job: str, slot: SlotFile) -> Header | None:
     """Returns a slot's header; None if the slot is damaged."""
     try:
         slot.check_size()
-        return slot.map.reread()
+        header = slot.map.reread()
     except FormatError as error:
         log.error("job=%s slot=%s is damaged: %s", job, slot.name, error)
         return None
+    # The scrub has logged this damage. A slot that is written again is sound.
+    is_damaged = slot.damaged is not None and header.state is SlotState.SEALED and header.version == slot.damaged
+    return None if is_damaged else header
 
 
 def sealed_versions(job: str, slots: Iterable[SlotFile]) -> list[Version]:

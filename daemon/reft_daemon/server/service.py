@@ -21,7 +21,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
-from reft_daemon.arena.headers import header_messages, sealed_versions
+from reft_daemon.arena.headers import header_messages, header_of, sealed_versions
 from reft_daemon.jobs import capsules, rounds, slot_reads, trainers
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import FENCE_DEADLINE_S
@@ -355,6 +355,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             capsule_bytes_sent=registry.peers.sent["Keep"],
             beat_bytes_sent=beats.peers.sent["Beat"], beats_sent=beats.beats_sent,
             spare_bytes=registry.arena.pool.bytes, spare_limit_bytes=registry.arena.pool.want.bytes,
+            scrubbed_bytes=registry.scrubbed.read_bytes, damaged_slots=registry.scrubbed.damaged,
         )  # fmt: skip
 
     async def _ask_peers(self, job: JobRecord, status: pb.JobStatus) -> None:
@@ -505,6 +506,9 @@ def _rank_status(job: JobRecord, rank: int, node: str) -> pb.RankStatus:
     if lease:
         status.alive, status.closed = lease.watch is not None, lease.closed
         status.trouble, status.pid = lease.trouble, lease.process.pid
+    damaged = next((slot for slot in job.slots.of_rank(rank) if slot.damaged and not header_of(job.id, slot)), None)
+    if damaged and not status.trouble:
+        status.trouble = f"{damaged.damaged} has changed in memory on this node, and counts as lost here."
     if sealed:
         status.sealed.CopyFrom(messages.version_to(sealed[-1]))
         status.sealed_age_s = time.monotonic() - job.sealed_s.get(rank, job.since_s)

@@ -681,7 +681,7 @@ class JobStatus(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes")
+    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -697,6 +697,8 @@ class StatusReply(_message.Message):
     BEATS_SENT_FIELD_NUMBER: _ClassVar[int]
     SPARE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SPARE_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRUBBED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     node: str
     node_id: str
     version: str
@@ -712,7 +714,9 @@ class StatusReply(_message.Message):
     beats_sent: int
     spare_bytes: int
     spare_limit_bytes: int
-    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ..., beat_bytes_sent: _Optional[int] = ..., beats_sent: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., spare_limit_bytes: _Optional[int] = ...) -> None: ...
+    scrubbed_bytes: int
+    damaged_slots: int
+    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ..., beat_bytes_sent: _Optional[int] = ..., beats_sent: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., spare_limit_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., damaged_slots: _Optional[int] = ...) -> None: ...
 
 class PurgeRequest(_message.Message):
     __slots__ = ("job",)
