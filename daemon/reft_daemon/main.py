@@ -25,6 +25,7 @@ from reft.core.budget import format_bytes
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.failpoints import Failpoints
 from reft.wire import rpc
+from reft.wire.process import oom_score, set_oom_score
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
@@ -40,6 +41,7 @@ from reft_daemon.server.socket_keeper import SocketKeeper
 
 log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
+OOM_SCORE = -900  # all trainers of the node need this process
 SPARE_S = 5.0  # between two tries to make spare files
 GRACE_S = 1.0  # time that running calls get to end when the daemon stops
 
@@ -148,6 +150,8 @@ def parse_spare(text: str) -> SpareFiles:
 async def serve(settings: DaemonSettings) -> None:
     """Runs the daemon until SIGTERM, SIGINT, or the end of the idle time."""
     take_all_descriptors()
+    if oom_score() > OOM_SCORE and not set_oom_score(OOM_SCORE):
+        log.info("oom_score_adj stays %d: only CAP_SYS_RESOURCE may lower it to %d", oom_score(), OOM_SCORE)
     socket_keeper = SocketKeeper(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)

@@ -71,3 +71,29 @@ def stat_of(pid: int) -> Stat | None:
         return None
     fields = text.rpartition(")")[2].split()
     return Stat(fields[0], int(fields[1]), int(fields[19]))
+
+
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
+
+
+def oom_score() -> int:
+    """Returns this process's oom_score_adj; 0 where the kernel does not tell.
+
+    When memory runs out, the kernel ends the process with the highest score first.
+    """
+    try:
+        return int(_OOM_SCORE.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def set_oom_score(score: int) -> bool:
+    """Sets this process's oom_score_adj; returns whether the kernel permits it.
+
+    A score below the one at which the process was started needs CAP_SYS_RESOURCE.
+    """
+    try:
+        _OOM_SCORE.write_text(str(score))
+    except OSError:
+        return False
+    return True

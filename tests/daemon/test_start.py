@@ -19,9 +19,10 @@ import pytest
 from reft.config import Config
 from reft.errors import ConfigError, DaemonUnavailable
 from reft.wire import daemon_launcher, messages
+from reft.wire.process import oom_score
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.main import check_listen
+from reft_daemon.main import OOM_SCORE, check_listen
 from reft_daemon.registry import PAUSE_S, Registry
 from reft_daemon.server.service import DaemonIdentity, DaemonService
 from tests.support.daemons import ROOT, DaemonProcess, until
@@ -368,3 +369,13 @@ def test_a_restart_takes_another_port_if_the_earlier_one_is_in_use(start):
         process.start()
         second = process.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses[0]
     assert second != first
+
+
+def test_the_daemon_is_ended_last_when_memory_is_short(start):
+    """If the kernel lets it: a lower score needs CAP_SYS_RESOURCE."""
+    program = f"import sys; from reft.wire.process import set_oom_score; sys.exit(not set_oom_score({OOM_SCORE}))"
+    may_lower = subprocess.run([sys.executable, "-c", program]).returncode == 0
+    daemon = start()
+    score = int(Path(f"/proc/{daemon.process.pid}/oom_score_adj").read_text())
+    assert score == (OOM_SCORE if may_lower else oom_score())
+    assert may_lower or "oom_score_adj stays" in daemon.log.read_text()

@@ -18,6 +18,7 @@ from reft.elastic.warm import fork_server, torch_patch, warm
 from reft.elastic.warm.fork_server import ForkFailed
 from reft.elastic.warm.torch_patch import ForkedProcess
 from reft.elastic.warm.warm import ForkServer, WarmWorkers, can_fork
+from reft.wire.process import oom_score
 from tests.support import probe
 from tests.support.daemons import ROOT, until
 from tests.support.rendezvous import Agents
@@ -84,6 +85,18 @@ def test_a_forked_worker_sees_what_a_cold_start_sees(tmp_path, start, words, mon
     assert warm_one == cold_one
     assert cold_one["parent"] == os.getpid() and cold_one["leads"] == [True, True]
     assert (tmp_path / "warm.out").read_text() == "printed\n"
+
+
+def test_only_the_server_ends_first_when_memory_is_short(tmp_path, start, server):
+    """A worker has the score of its agent, as in a cold start."""
+    script = tmp_path / "score.py"
+    script.write_text("import sys; open(sys.argv[1], 'w').write(open('/proc/self/oom_score_adj').read())")
+    out = tmp_path / "score"
+    assert start(True, str(script), str(out)).wait(60) == 0
+    own = oom_score()
+    assert int(out.read_text()) == own
+    (helper,) = [each for each in psutil.Process().children() if "fork_server" in " ".join(each.cmdline())]
+    assert int(Path(f"/proc/{helper.pid}/oom_score_adj").read_text()) == max(own, fork_server.SERVER_OOM_SCORE)
 
 
 GLOBALS = """

@@ -33,6 +33,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from reft.wire.process import oom_score, set_oom_score
+
 LENGTH = struct.Struct("<Q")  # before each message
 ORDER_FDS = 4  # stdin, stdout, stderr, go
 # Run with -c, so that `__main__` is empty. sys.path[0] is set as in a worker, except under
@@ -47,6 +49,7 @@ LAUNCHING_FILES = (
 )  # fmt: skip
 BAD_FORK = b"bad"  # sent instead of a pid
 TITLE_ROOM = 2048  # bytes of padding in the server's command line, so that a worker's command fits there
+SERVER_OOM_SCORE = 500  # of 1000
 _STAT_ARGUMENTS = 45, 46  # fields of /proc/self/stat after the name: begin and end of the command line
 
 
@@ -303,7 +306,13 @@ def main() -> None:
     except ForkFailed as error:
         send(control, {"error": str(error)})
         return
+    # The server holds nothing that a new one would not have, so it goes first when memory is short.
+    # A worker holds the training, so it gets the agent's score back.
+    score = oom_score()
+    set_oom_score(max(score, SERVER_OOM_SCORE))
     send(control, {"ready": True})
     order = serve(control)
     if order is not None:
+        if not set_oom_score(score):
+            print(f"[reft] oom_score_adj of this worker stays {oom_score()}, not {score}.", file=sys.stderr)
         run(order)
