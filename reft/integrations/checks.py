@@ -15,6 +15,11 @@ from typing import Any
 from reft.errors import ConfigError, UnsupportedState
 from reft.wire.process import mark_of
 
+PERSISTENT_WORKERS = (
+    "random draws in workers of the data loader: with persistent_workers=True they go on from epoch to epoch, and a "
+    "restarted worker draws other numbers. Without it, each epoch's workers get their seed from the held generators."
+)
+
 
 @dataclass(frozen=True)
 class Tested:
@@ -69,6 +74,11 @@ def inner_optimizer(optimizer: Any) -> Any:
     """
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__}
     return optimizer.optimizer if "accelerate.optimizer.AcceleratedOptimizer" in kinds else optimizer
+
+
+def has_persistent_workers(loaders: Iterable[Any]) -> bool:
+    """Returns whether a data loader keeps its workers from epoch to epoch."""
+    return any(getattr(each, "num_workers", 0) and getattr(each, "persistent_workers", False) for each in loaders)
 
 
 def this_process() -> str:

@@ -28,7 +28,7 @@ from reft.client.session import Session
 from reft.client.state import random_state
 from reft.console import say
 from reft.errors import UnsupportedState
-from reft.integrations.checks import Tested, refuse_own, this_process
+from reft.integrations.checks import PERSISTENT_WORKERS, Tested, has_persistent_workers, refuse_own, this_process
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TESTED = Tested("lightning", "2.6.6")
@@ -369,6 +369,8 @@ def _gaps(trainer: Any) -> list[str]:
     ]
     if trainer.num_training_batches == float("inf") and not _is_resumable(trainer.fit_loop):
         gaps.append("the end of an epoch of unknown length. A restart right after its last batch is not tested.")
+    if has_persistent_workers(trainer.fit_loop._combined_loader.flattened):
+        gaps.append(PERSISTENT_WORKERS)
     if not _is_resumable(trainer.fit_loop):
         gaps.append(
             "the time to skip batches. After a restart the loader reads the epoch's earlier batches again. A loader with "

@@ -29,7 +29,7 @@ from reft.client.session import Session
 from reft.client.state import random_state
 from reft.console import say
 from reft.errors import ConfigError, UnsupportedState
-from reft.integrations.checks import Tested, inner_optimizer, refuse_own, this_process
+from reft.integrations.checks import PERSISTENT_WORKERS, Tested, inner_optimizer, refuse_own, this_process
 
 TESTED = Tested("transformers", "5.23.0")
 LOGS_HELD = 50  # newest entries of TrainerState.log_history. It grows without limit, and a capsule must not.
@@ -339,6 +339,8 @@ def _gaps(trainer: Any) -> list[str]:
         gaps.append(
             "random transforms in workers of the data loader: a restarted worker draws other numbers. The order is kept."
         )
+    if args.dataloader_num_workers and args.dataloader_persistent_workers:
+        gaps.append(PERSISTENT_WORKERS)
     if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
         gaps.append("the time to skip batches: an iterable data set reads all earlier batches again.")
     return gaps

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from torch.utils.data import DataLoader
 
 import reft
 from reft.errors import ConfigError, UnsupportedState
@@ -134,3 +135,20 @@ def test_state_of_another_training_of_this_process_is_not_restored():
     with pytest.raises(ConfigError, match="this process has trained under this job's name before"):
         lightning.Position(SimpleNamespace(global_step=0, fit_loop=loop)).load_state_dict(held)
     checks.refuse_own(checks.this_process() + "1")
+
+
+def test_persistent_workers_are_named_as_a_gap():
+    """Their random draws go on from epoch to epoch, so a restarted worker draws other numbers."""
+    data = list(range(4))
+    plain, workers = DataLoader(data), DataLoader(data, num_workers=1)
+    assert not checks.has_persistent_workers([plain, workers, object()])
+    assert checks.has_persistent_workers([plain, DataLoader(data, num_workers=1, persistent_workers=True)])
+
+
+@pytest.mark.parametrize(("count", "persistent", "is_named"), [(2, True, True), (2, False, False), (0, True, False)])
+def test_trainer_names_persistent_workers(count, persistent, is_named):
+    arguments = SimpleNamespace(
+        ignore_data_skip=False, world_size=1, dataloader_num_workers=count, dataloader_persistent_workers=persistent
+    )
+    trainer = SimpleNamespace(args=arguments, callback_handler=SimpleNamespace(train_dataloader=None))
+    assert (checks.PERSISTENT_WORKERS in transformers._gaps(trainer)) == is_named

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from reft.client.attach.arguments import AttachContext
-from reft.client.attach.introduce import Introduction
+from reft.client.attach.introduce import Introduction, leader_of
 from reft.client.attach.restore import remote_slots
-from reft.client.link.exchange import gather
+from reft.client.link.exchange import RankMessage, gather
 from reft.client.restore.host_state_resharding import parent
 from reft.client.state import serialization, structure
 from reft.client.state.tracked_objects import TrackedObjects
@@ -54,31 +55,67 @@ def rebuild_structure(
     """
     if recovery.base is None:
         return ()
-    reports = gather(
-        context.rank_group,
-        lambda: StructureReport(structure.rebuild(tracked, counts, held_tree(context, introduction, survey, recovery))),
-        StructureReport,
-    )
+    published = published_capsules(context, introduction, survey, recovery)
+
+    def rebuild() -> StructureReport:
+        rank = context.rank
+        capsule = published[rank] if rank in published else held_capsule(context, introduction, survey, recovery, rank)
+        return StructureReport(structure.rebuild(tracked, counts, tree_of(capsule, survey, recovery, rank)))
+
+    reports = gather(context.rank_group, rebuild, StructureReport)
     return tuple(dict.fromkeys(change for report in reports for change in report.changes))
 
 
-def held_tree(
+def published_capsules(
     context: AttachContext, introduction: Introduction, survey: JobSurvey, recovery: RecoveryPlan
-) -> Mapping[str, Any]:
-    """Returns the host state that this rank goes on from; empty if it is damaged.
+) -> dict[int, bytes]:
+    """Returns the capsules for ranks whose daemon does not know the job before the decision.
+
+    Such a daemon has no token to ask other daemons. So a rank of a node that knows the job reads
+    these capsules for all. All ranks call it together.
+    """
+    knowing = [node for node in introduction.nodes if survey.replies[node.id].HasField("decision")]
+    strangers = [rank for node in introduction.nodes if node not in knowing for rank in node.ranks]
+    reader = leader_of(knowing[0])
+
+    def read(rank: int) -> RankMessage:
+        is_reader = context.rank == reader
+        return RankMessage(held_capsule(context, introduction, survey, recovery, rank) if is_reader else b"")
+
+    return {rank: gather(context.rank_group, partial(read, rank), RankMessage)[reader].data for rank in strangers}
+
+
+def held_capsule(
+    context: AttachContext, introduction: Introduction, survey: JobSurvey, recovery: RecoveryPlan, rank: int
+) -> bytes:
+    """Returns the capsule from which a rank goes on; empty if it is damaged.
 
     Damage is found again when all slots are opened, and dealt with there.
     """
-    assert recovery.base is not None, "a restore has a base"
-    old = parent(context.rank, len(survey.placements[recovery.base.epoch].domains))
+    old = old_rank(survey, recovery, rank)
     remote = remote_slots(context, introduction, survey)
-    layouts, index = layouts_of(survey.manifests[recovery.base.epoch])
-    names = layouts.name_table(index[old])
     try:
         if source := recovery.sources.get(old):
             with rpc.channel(remote.address) as channel:
-                return serialization.decode(remote.slot(source, channel).capsule(), names)
+                return remote.slot(source, channel).capsule()
         held = recovery.capsules[old]
-        return serialization.decode(remote.capsule(held.node, old, held.version).capsule, names)
+        return remote.capsule(held.node, old, held.version).capsule
+    except FormatError:
+        return b""
+
+
+def tree_of(capsule: bytes, survey: JobSurvey, recovery: RecoveryPlan, rank: int) -> Mapping[str, Any]:
+    """Returns the host state in a rank's capsule; empty if the capsule is damaged."""
+    assert recovery.base is not None, "a restore has a base"
+    layouts, index = layouts_of(survey.manifests[recovery.base.epoch])
+    try:
+        names = layouts.name_table(index[old_rank(survey, recovery, rank)])
+        return serialization.decode(capsule, names) if capsule else {}
     except FormatError:
         return {}
+
+
+def old_rank(survey: JobSurvey, recovery: RecoveryPlan, rank: int) -> int:
+    """Returns the old rank whose host state a rank goes on from."""
+    assert recovery.base is not None, "a restore has a base"
+    return parent(rank, len(survey.placements[recovery.base.epoch].domains))
