@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from reft.client.attach.arguments import AttachArguments, AttachContext
-from reft.client.attach.introduce import Description, Introduction, LocalState, NodeDaemon, manifest_of
+from reft.client.attach.introduce import Description, Introduction, NodeDaemon, manifest_of
+from reft.client.attach.local_state import LocalState
 from reft.client.attach.plan import AttachPlan, make_plan
 from reft.client.attach.rank_table import (
     AgreedSettings,

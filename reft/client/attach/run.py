@@ -37,8 +37,9 @@ from dataclasses import dataclass
 from reft.client.attach import stage_names
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.begin import begin
-from reft.client.attach.introduce import Description, Introduction, RestoreMemory, compare, describe, introduce
+from reft.client.attach.introduce import Description, Introduction, compare, describe, introduce
 from reft.client.attach.inventory import take_inventory
+from reft.client.attach.local_state import RestoreMemory
 from reft.client.attach.plan import (
     AttachPlan,
     AttachTry,

@@ -7,8 +7,8 @@ from collections.abc import Collection
 import pytest
 
 from reft.client.attach import run
-from reft.client.attach.introduce import RestoreMemory
 from reft.client.attach.inventory import Erasure
+from reft.client.attach.local_state import RestoreMemory
 from reft.client.attach.plan import (
     AttachPlan,
     AttachTry,
