@@ -20,6 +20,10 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 1))
 
 
+def large_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 360), nn.Tanh(), nn.Linear(360, 340), nn.Tanh(), nn.Linear(340, 1))
+
+
 def step_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -76,7 +80,7 @@ def test_lbfgs_of_130_000_parameters(attach):
     """Its history was too large for a capsule from 1,300 parameters on."""
 
     def make():
-        model = nn.Sequential(nn.Linear(16, 360), nn.Tanh(), nn.Linear(360, 340), nn.Tanh(), nn.Linear(340, 1))
+        model = large_network()
         assert sum(each.numel() for each in model.parameters()) > 129_000
         return model, torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=5, history_size=20)
 
@@ -84,7 +88,7 @@ def test_lbfgs_of_130_000_parameters(attach):
 
 
 def test_each_step_of_lbfgs_is_held_while_its_history_grows(attach):
-    model = network()
+    model = large_network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1, history_size=8)
     session = attach(model, optimizer)
     for _ in session.steps(6):

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from reft.client.restore.materialize import live_tensors
+from reft.client.state.extract.dtensor import Region
 from reft.client.state.extract.foreseen import can_foresee
 from reft.client.state.extract.state_forms import DTensorWrapper, EntryWrapper, StateForm, SubclassWrapper, assemble
+from reft.client.state.inner_tensors import inner_region
 from reft.client.state.parameters import NamedParameter
 from reft.client.state.tensors import leaf_of
 from reft.client.state.tracked_objects import TrackedObjects
@@ -115,6 +117,20 @@ def test_a_tensor_in_two_lists_is_refused_by_name():
     step_once(model, optimizer)
     with pytest.raises(UnsupportedState, match=r"optimizer\.0\.shared\.model\.0\.bias/0 shares memory"):
         TrackedObjects({"model.0": model}, [optimizer], {}).bind()
+
+
+@pytest.mark.parametrize(
+    ("inner", "region"),
+    [
+        (torch.zeros(4), Region((4,), (0,), "[of 4:8,0:8]")),
+        (torch.zeros(4, 8, dtype=torch.int8), Region((4, 8), (0, 0), "[of 4:8,0:8]")),
+        (torch.zeros(4, 8), Region((8, 8), (4, 0))),
+    ],
+    ids=["scales", "codes", "the elements themselves"],
+)
+def test_an_inner_tensor_of_a_piece_is_named_by_the_piece(inner, region):
+    assert inner_region(torch.zeros(4, 8), Region((8, 8), (4, 0)), inner) == region
+    assert inner_region(torch.zeros(4, 8), None, inner) is None
 
 
 def test_a_replaced_inner_tensor_and_a_replaced_list_are_noticed():
