@@ -115,7 +115,7 @@ async def take_turn(jobs: Mapping[str, JobRecord], counts: ScrubCounts, now_s: f
 
 
 def _read_chunks(slot: SlotFile, first: int) -> tuple[int, int, Sequence[str]]:
-    """Reads a turn's chunks; returns the end of them, their bytes, and the damaged ones as texts.
+    """Returns the end of a turn's chunks, their bytes, and the damaged ones.
 
     Raises:
         FormatError: the slot was freed or cut, or a page of its memory has failed.
@@ -130,7 +130,7 @@ def _read_chunks(slot: SlotFile, first: int) -> tuple[int, int, Sequence[str]]:
 
 
 def is_idle(since_seal_s: float) -> bool:
-    """Whether the slots of a job may be read now; slots of a busy job are soon written again.
+    """Whether the slots of a job may be read now. Those of a busy job are soon written again.
 
     Args:
         since_seal_s: time since a rank here sealed a step, or since the decision in force.
@@ -163,7 +163,7 @@ def next_slot(
 
 
 def pause_s(nbytes: int, took_s: float) -> float:
-    """Returns how long to wait after a turn, so that the rate stays below its limit.
+    """Returns the seconds to wait after a turn: the rate is limited.
 
     Args:
         nbytes: what the turn has read.
