@@ -104,7 +104,7 @@ async def take_turn(jobs: Mapping[str, JobRecord], counts: ScrubCounts, now_s: f
         counts.damaged += 1
         log.error(
             "job=%s slot=%s, rank %d, %s has changed in memory: %s. It counts as lost; an attach or reft-cli recover "
-            "makes it again from other nodes.",
+            "makes it again, if other nodes hold enough.",
             key[0],
             slot.name,
             slot.rank,

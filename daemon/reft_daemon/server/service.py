@@ -506,9 +506,10 @@ def _rank_status(job: JobRecord, rank: int, node: str) -> pb.RankStatus:
     if lease:
         status.alive, status.closed = lease.watch is not None, lease.closed
         status.trouble, status.pid = lease.trouble, lease.process.pid
-    damaged = next((slot for slot in job.slots.of_rank(rank) if slot.damaged and not header_of(job.id, slot)), None)
+    damaged = [slot.damaged for slot in job.slots.of_rank(rank) if slot.damaged and not header_of(job.id, slot)]
     if damaged and not status.trouble:
-        status.trouble = f"{damaged.damaged} has changed in memory on this node, and counts as lost here."
+        newest = max(damaged, key=lambda version: version.order)
+        status.trouble = f"{newest} has changed in memory on this node, and counts as lost here."
     if sealed:
         status.sealed.CopyFrom(messages.version_to(sealed[-1]))
         status.sealed_age_s = time.monotonic() - job.sealed_s.get(rank, job.since_s)
