@@ -55,7 +55,7 @@ def leaves(width: int = 3000) -> list[Leaf]:
 def state(own: Sequence[Leaf]) -> LocalState:
     """Returns the state of a rank with these leaves, and without tensors."""
     tracked = SimpleNamespace(makes_on_host=False, parameters=tuple)
-    host, tensor_index = SimpleNamespace(), SimpleNamespace(tensors={})
+    host, tensor_index = SimpleNamespace(), SimpleNamespace(tensors={}, names={})
     return LocalState(tracked, host, tensor_index, own)  # type: ignore[arg-type]
 
 

@@ -272,7 +272,8 @@ class Nodes:
         Args:
             job: torchrun's --rdzv-id, which is also the job's name.
             steps: the number of steps to train.
-            failpoints: REFT_FAILPOINTS of all trainers, also on nodes that join later.
+            failpoints: REFT_FAILPOINTS of the trainers on the first nodes. Nodes that join later
+                have none, so a fault of one attach does not come again at the next one.
             environment: further variables of the trainers.
             arguments: further arguments of the script.
             restarts: how often an agent may restart its workers.
@@ -293,22 +294,23 @@ class Nodes:
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in {**RENDEZVOUS, **(conf or {})}.items()),
         ]  # fmt: skip
         script = [*(script or [TRAINER]), "--out", str(out), "--steps", str(steps), *arguments]
-        variables = {"REFT_FAILPOINTS": failpoints, "REFT_CHUNK_BYTES": str(CHUNK_BYTES), **(environment or {})}
+        variables = {"REFT_CHUNK_BYTES": str(CHUNK_BYTES), **(environment or {})}
         agents: list[Any] = []
         logs: list[Path] = []
         training = Training(job, self.world, out, agents, logs)
         self._launch = Launch(training, command, script, variables, agents, logs)
         for machine in self.living:
-            self._start_agent(machine)
+            self._start_agent(machine, failpoints)
         self.note(f"agents of job {job} are started")
         return training
 
-    def _start_agent(self, machine: Machine) -> None:
+    def _start_agent(self, machine: Machine, failpoints: str = "") -> None:
         if self._launch is None:
             return
         command = [*self._launch.command, f"--local-addr={machine.living.address}", *self._launch.script]
         environment = {
             **LOCAL_ONLY, "GLOO_SOCKET_IFNAME": self._switch.interface, "REFT_DAEMON": machine.inside,
+            "REFT_FAILPOINTS": failpoints,
             **self._launch.environment,
         }  # fmt: skip
         log = self._launch.training.out / f"{machine.name}.log"

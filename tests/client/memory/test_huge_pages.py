@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reft.client.attach import introduce
+from reft.client.attach import local_state
 from reft.client.memory import prefault as pages_module
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.memory.prefault import BLOCK_BYTES
@@ -57,8 +57,8 @@ def buffers(monkeypatch):
         made.append(missing_state_buffer(*arguments))
         return made[-1]
 
-    missing_state_buffer = introduce.missing_state_buffer
-    monkeypatch.setattr(introduce, "missing_state_buffer", record)
+    missing_state_buffer = local_state.missing_state_buffer
+    monkeypatch.setattr(local_state, "missing_state_buffer", record)
     return made
 
 
