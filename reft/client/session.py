@@ -126,7 +126,7 @@ class Session:
         self._window.take(is_marked)
 
     def review(self, reviews: PlacementReviewer) -> None:
-        """Reviews the placement at some steps; attach calls this method."""
+        """Reviews the placement at each mark; attach calls this method."""
         self._window.reviews = reviews
 
     # What users ask
@@ -250,6 +250,7 @@ def _finish_at_exit(reference: weakref.ref[Session]) -> None:
         return
     session._window.close()
     if session._window.snapshots is not None and getattr(sys, "last_value", None) is None:
+        session._window.end_reviews()
         # A script that ends without an error need not close its session. Without this release the
         # daemon would report the exit as a failure.
         session._window.snapshots.release()

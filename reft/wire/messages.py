@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import DecodeError
 
 from reft.core.commit.decision import Decision
+from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, StepReport
 from reft.core.commit.slots import SlotState
 from reft.core.commit.snapshot_interval import SnapshotInterval
@@ -146,12 +147,32 @@ def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
     return pb.Outcome(
         job=job, epoch=epoch_to(epoch), whole=outcome.whole, until=outcome.until, open=sorted(outcome.open),
         mismatched=sorted(outcome.mismatched), every=outcome.interval.every, interval_start=outcome.interval.start,
+        layout=layout_outcome_to(outcome.layout),
     )  # fmt: skip
 
 
 def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
     interval = SnapshotInterval(message.interval_start, message.every)
-    return Outcome(message.whole, message.until, frozenset(message.open), frozenset(message.mismatched), interval)
+    open_steps, mismatched = frozenset(message.open), frozenset(message.mismatched)
+    return Outcome(message.whole, message.until, open_steps, mismatched, interval, layout_outcome_from(message.layout))
+
+
+def layout_report_to(layout: LayoutReport) -> pb.LayoutReport:
+    ready = None if layout.ready < 0 else layout.ready
+    return pb.LayoutReport(wanted=layout.wanted, joined=layout.joined, ready=ready)
+
+
+def layout_report_from(message: pb.LayoutReport) -> LayoutReport:
+    return LayoutReport(message.wanted, message.joined, message.ready if message.HasField("ready") else -1)
+
+
+def layout_outcome_to(layout: LayoutOutcome) -> pb.LayoutOutcome:
+    start = None if layout.start < 0 else layout.start
+    return pb.LayoutOutcome(wanted=layout.wanted, joined=layout.joined, start=start)
+
+
+def layout_outcome_from(message: pb.LayoutOutcome) -> LayoutOutcome:
+    return LayoutOutcome(message.wanted, message.joined, message.start if message.HasField("start") else -1)
 
 
 def signal_from(value: int) -> Signal:

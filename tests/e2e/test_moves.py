@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,9 @@ from tests.support.trainers import Spec, Trainers, run
 
 OPTIONS = {"seal_at": [4, 5, 6], "width": 96}
 STOP_AT = 6
+# A new layout is made beside training. Steps that last so long leave time for that before LATE.
+SLOW: dict[str, Any] = {"step_s": 0.1, "steps": 42}
+LATE = 40
 INVENTORY = pb.InventoryRequest(job="job")
 
 
@@ -44,16 +48,16 @@ def plain():
     daemon.close()
 
 
-def spec_of(**options: object) -> Spec:
-    return Spec("", options={**OPTIONS, **options})
+def spec_of(steps: int = 12, **options: object) -> Spec:
+    return Spec("", steps=steps, options={**OPTIONS, **options})
 
 
-def train(daemons: Sequence[DaemonProcess], **options: object) -> list:
+def train(daemons: Sequence[DaemonProcess], **options: Any) -> list:
     """Trains to the end, one rank on each node; returns the results of all ranks."""
     return run(spec_of(**options), len(daemons), [daemon.address for daemon in daemons])
 
 
-def stop(daemons: Sequence[DaemonProcess], failpoints: str = "", stop_step: int = STOP_AT, **options: object) -> None:
+def stop(daemons: Sequence[DaemonProcess], failpoints: str = "", stop_step: int = STOP_AT, **options: Any) -> None:
     """Trains until step `at` is whole, and then kills all ranks. All ranks pause at that step."""
     spec = spec_of(pause_at=[stop_step], **options)
     spec.options["seal_at"] = [*OPTIONS["seal_at"], stop_step]
@@ -346,18 +350,18 @@ def test_a_sealed_version_without_replicated_capsules_is_protected_before_new_sn
     assert_equal(after, plain(3))
 
 
-def test_state_unknown_at_attach_is_protected_after_the_first_review(site, plain):
+def test_state_unknown_at_attach_is_protected_by_a_new_layout(site, plain):
     """An optimizer that cannot step on `meta`: attach sees no state of it.
 
     Its first step creates the state.
     """
-    undisturbed = train(site.add(1) * 3, hidden=True, protect="none")
+    undisturbed = train(site.add(1) * 3, hidden=True, protect="none", steps=SLOW["steps"])
     nodes = site.add(3)
-    stop(nodes, hidden=True)
+    stop(nodes, hidden=True, stop_step=LATE, **SLOW)
     vanish(nodes[1])
     nodes[1] = site.add(1)[0]
-    after = train(nodes, hidden=True)
-    assert [each["from"] for each in after] == ["peers"] * 3 and after[0]["began"] == STOP_AT
+    after = train(nodes, hidden=True, steps=SLOW["steps"])
+    assert [each["from"] for each in after] == ["peers"] * 3 and after[0]["began"] == LATE
     assert_equal(after, undisturbed)
 
 
@@ -365,16 +369,16 @@ def test_state_unknown_at_attach_is_protected_after_the_first_review(site, plain
 def test_steps_taken_after_replicas_differ_are_never_restored(site, plain, lost):
     """All slots of these steps are sealed and undamaged.
 
-    Until the next review only the round knows that these steps are not whole.
+    Until there is a new layout, only the round knows that these steps are not whole.
     """
     nodes = site.add(3)
     trainers = Trainers(
         spec_of(drift_at=4, pause_at=[STOP_AT], seal_at=[3, 4, 5, 6]), 3, [daemon.address for daemon in nodes]
     )
     trainers.wait_for(STOP_AT)
-    assert nodes[0].status("job").whole == 4
-    steps = {slot.version.step for node in nodes for slot in node.call("Inventory", INVENTORY).slots}
-    assert {4, 5} <= steps and 6 not in steps, "ranks take no snapshot from the report of the difference until a review"
+    slots = [slot for node in nodes for slot in node.call("Inventory", INVENTORY).slots]
+    sealed = {slot.version.step for slot in slots if slot.state == pb.SEALED}
+    assert 4 in sealed and 6 not in sealed, "ranks seal nothing from the report of the difference on"
     trainers.kill()
     vanish(*(nodes[i] for i in lost))
     for i in lost:
@@ -420,13 +424,13 @@ def test_steps_taken_after_replicas_differ_are_never_restored_by_fewer_ranks(sit
 @pytest.mark.parametrize(
     "drift, began", [({"drift_at": 2, "seal_at": [2, 3]}, 2), ({"drift_at": 0, "seal_at": [1]}, 0)]
 )
-def test_a_review_never_treats_mismatched_replicas_as_whole(site, drift, began):
-    """All ranks die in the first snapshot after the review.
+def test_a_new_layout_never_treats_mismatched_replicas_as_whole(site, drift, began):
+    """All ranks die in the first snapshot of the new layout.
 
     There are two slots, so only one other version is left then.
     """
     nodes = site.add(2)
-    spec = spec_of(slots=2, **drift)
+    spec = spec_of(slots=2, **drift, **SLOW)
     spec.failpoints = "snapshot.chunk:kill:epoch=2"
     trainers = Trainers(spec, 2, [each.address for each in nodes])
     assert -9 in trainers.wait(), trainers.errors()
@@ -440,13 +444,13 @@ def test_each_rank_keeps_its_own_bytes_of_a_mismatched_leaf(site):
     All other leaves keep it, and steps become whole again.
     """
     nodes = site.add(3)
-    spec = spec_of(drift_at=1, pause_at=[STOP_AT], seal_at=[2, 4, 5])
-    undisturbed = run(spec_of(drift_at=1, protect="none"), 3, [site.add(1)[0].address] * 3)
+    spec = spec_of(drift_at=1, pause_at=[LATE], seal_at=[2, LATE], **SLOW)
+    undisturbed = run(spec_of(SLOW["steps"], drift_at=1, protect="none"), 3, [site.add(1)[0].address] * 3)
     trainers = Trainers(spec, 3, [daemon.address for daemon in nodes])
-    trainers.wait_for(STOP_AT)
-    until(lambda: nodes[0].status("job").whole == STOP_AT, what="a whole step after the ranks differ")
-    assert "step 4: the placement was made anew; ranks differ in model.0.0.weight" in trainers.errors()
+    trainers.wait_for(LATE)
+    until(lambda: nodes[0].status("job").whole == LATE, what="a whole step after the ranks differ")
+    assert "the placement was made anew; ranks differ in model.0.0.weight" in trainers.errors()
     trainers.kill()
-    after = train(nodes, drift_at=1)
-    assert after[0]["began"] == STOP_AT
+    after = train(nodes, drift_at=1, steps=SLOW["steps"])
+    assert after[0]["began"] == LATE
     assert_equal(after, undisturbed)

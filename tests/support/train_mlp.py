@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 import reft
+
+# Never set: a step lasts options["step_s"] longer. That is the speed of training.
+PACE = threading.Event()
 
 
 def build(options: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -69,11 +73,40 @@ def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def _pause(spec: dict[str, Any], step: int) -> None:
-    """Stops before the mark of each step in options["pause_at"], until the test resumes it."""
-    if step in spec["options"].get("pause_at", ()):
+    """Stops before the mark of each step in options["pause_at"], until the test resumes it.
+
+    The steps may differ by rank: then they are a dict, with the rank as text.
+    """
+    steps = spec["options"].get("pause_at", ())
+    if step in (steps.get(str(spec["rank"]), ()) if isinstance(steps, dict) else steps):
         gate = Path(spec["out"]).with_suffix(f".gate{step}")
         os.mkfifo(gate)
         gate.read_text()
+
+
+def _seed(rank: int, options: dict[str, Any]) -> None:
+    """Gives each rank its own data; with options["alike"] all ranks have the same."""
+    seed = 0 if options.get("alike") else rank
+    torch.manual_seed(100 + seed)
+    np.random.seed(seed)
+
+
+def _change_gradients(model: torch.nn.Module, rank: int, step: int, options: dict[str, Any]) -> None:
+    """Drops a gradient before options["thaws_at"].
+
+    With options["clips"], clips by a norm of this rank: no two replicas stay equal.
+    """
+    if step < options.get("thaws_at", 0):
+        model[0].weight.grad = None  # so that the weight gets no state before that step
+    if options.get("clips"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 + 0.01 * rank)
+
+
+def _drift(model: torch.nn.Module, rank: int, step: int, options: dict[str, Any]) -> None:
+    """Makes the replicas mismatched, from the step options["drift_at"] on."""
+    if step == options.get("drift_at"):
+        with torch.no_grad():
+            model[0].weight[0] += rank
 
 
 def train(spec: dict[str, Any]) -> None:
@@ -87,8 +120,7 @@ def train(spec: dict[str, Any]) -> None:
     if options.get("seed_by_rank"):
         options = {**options, "seed": rank}
     model, optimizer, schedule = build(options)
-    torch.manual_seed(100 + rank)
-    np.random.seed(rank)
+    _seed(rank, options)
     wrapped = model
     if world > 1 and not options.get("apart"):
         # With more than two ranks DDP's own regrouping would change the order of its sums at a
@@ -103,7 +135,9 @@ def train(spec: dict[str, Any]) -> None:
         wrapped, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments
     )
     began, losses, longest = session.step, [], 0.0
+    step_s, mark_began = 0.0, time.monotonic()
     for step in session.steps(spec["steps"]):
+        longest = max(longest, step_s + time.monotonic() - mark_began)  # with its mark
         if step in options.get("seal_at", ()):
             # Before the optimizer's step, at which a snapshot without a slot is dropped.
             session.seal(timeout=60)
@@ -112,20 +146,19 @@ def train(spec: dict[str, Any]) -> None:
         loss = wrapped(batch).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        if step < options.get("thaws_at", 0):
-            model[0].weight.grad = None  # so that the weight gets no state before that step
+        _change_gradients(model, rank, step, options)
         optimizer.step()
-        if step == options.get("drift_at"):
-            with torch.no_grad():
-                model[0].weight[0] += rank  # from here on the replicas are mismatched
+        _drift(model, rank, step, options)
         schedule.step()
         losses.append(loss.item().hex())
-        longest = max(longest, time.monotonic() - started)
+        PACE.wait(options.get("step_s", 0))
+        step_s = time.monotonic() - started
         if options.get("tells"):
             Path(spec["out"]).with_suffix(".step").write_text(str(step))
         _pause(spec, step)
         if step == options.get("die_at", -1) and (session.restored_from is None or options.get("dies_again")):
             os.kill(os.getpid(), 9)
+        mark_began = time.monotonic()
     sealed = session.seal(timeout=options.get("seal_s", 60))
     result = {
         "began": began, "from": session.restored_from, "losses": losses, "digests": digests(model, optimizer),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
+from reft.core.commit.relayout import accepts_base
 from reft.core.commit.version import Version
 from reft.core.recovery.restart_loop import next_count
-from reft.errors import StaleEpoch
+from reft.errors import AttachError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
@@ -20,7 +21,12 @@ from reft_daemon.jobs.undo import record_to_keep
 
 
 def decide(job: JobRecord, request: pb.DecideRequest, holders: Iterable[int]) -> None:
-    """Takes the decision of a new attach; a repeated decision changes nothing.
+    """Takes the decision of a new attach, or of a new layout.
+
+    A repeated decision changes nothing.
+
+    Trainers that decide a new layout stay registered. They have ended their snapshots, so they
+    write no slot that they were given before.
 
     Args:
         job: the job of the decision.
@@ -31,16 +37,23 @@ def decide(job: JobRecord, request: pb.DecideRequest, holders: Iterable[int]) ->
         StaleEpoch: a decision of a newer epoch is in force.
         AlreadyAttached: a trainer of the earlier epoch lives, and could overwrite what the new
             attach reads.
+        AttachError: the base of a new layout is older than a version that is known to be whole.
     """
     if not is_new(job.record, request):
         return
-    refuse_living(job.id, job.leases)
-    before, restores = record_to_keep(job), restores_with(job, request)
+    kept_leases = leases_to_keep(job.leases, request.trainers)
+    refuse_living(job.id, {rank: lease for rank, lease in job.leases.items() if rank not in kept_leases})
+    if kept_leases:
+        check_base(job, messages.decision_from(request.decision).base)
+    before = record_to_keep(job)
+    restores = job.restores if kept_leases else restores_with(job, request)  # a new layout restores nothing
     job.record = next_record(job.record, request, holders)
     if restores is not None:
         job.record.restores.CopyFrom(restores)
     job.record.before.CopyFrom(before)
-    job.leases.clear()
+    job.leases = kept_leases
+    for lease in kept_leases.values():
+        lease.given_slots.clear()
     rounds.start(job)
     save(job)
     job.degraded.start_epoch(job.record)
@@ -70,7 +83,28 @@ def adopt(job: JobRecord) -> None:
     job.changes.put(job.id, ChangeKind.RANKS)  # the slots may hold news for the other nodes
 
 
+def check_base(job: JobRecord, base: Version | None) -> None:
+    """Raises AttachError if a base is older than a version that is whole.
+
+    This daemon may have freed what is older. It can have forgotten the pin in a restart, and can
+    have learnt of a newer version then.
+    """
+    whole = Version(job.epoch, job.round.outcome.whole) if job.round and job.round.outcome.whole >= 0 else None
+    if not accepts_base(base, whole):
+        raise AttachError(f"the base of the new layout is {base}, but {whole} of job {job.id} is whole.")
+
+
 # Decisions
+
+
+def leases_to_keep(leases: Mapping[int, Lease], trainers: Collection[int]) -> dict[int, Lease]:
+    """Returns the leases of living trainers that decide for themselves.
+
+    Args:
+        leases: rank → its trainer.
+        trainers: pids of the trainers that decide.
+    """
+    return {rank: lease for rank, lease in leases.items() if lease.watch and lease.process.pid in trainers}
 
 
 def is_new(record: pb.JobRecord, request: pb.DecideRequest) -> bool:

@@ -53,6 +53,10 @@ def report(job: JobRecord, request: pb.ReportRequest) -> None:
     lease.step = max(lease.step, step_report.until)
     if step_report.sealed:
         job.sealed_s[request.rank] = time.monotonic()
+    if request.rank in job.round.ranks and job.round.hear_layout(
+        request.rank, messages.layout_report_from(request.layout)
+    ):
+        publish(job, job.round.outcome)
     _hear_rank(job, request.rank, step_report, messages.digests_from(request.steps))
 
 
@@ -71,9 +75,31 @@ def hear_node(job: JobRecord, request: pb.GatherRequest) -> Outcome:
     if job.round is None:
         raise AttachError(f"job {job.id} has no round here.")
     node_report, digests = messages.report_from(request.steps), messages.digests_from(request.steps)
-    if job.round.hear_node(request.node_index, node_report, digests, request.mismatched, request.requested_every):
+    is_news = job.round.hear_node(request.node_index, node_report, digests, request.mismatched, request.requested_every)
+    has_layout_news = job.round.hear_child_layout(request.node_index, messages.layout_report_from(request.layout))
+    if is_news or has_layout_news:
         publish(job, job.round.outcome)
     return job.round.outcome
+
+
+def pin(job: JobRecord, request: pb.PinRequest) -> Version | None:
+    """Ends the epoch's round on this node; returns the newest whole version.
+
+    A new layout is being decided. With `undo` the round goes on: the new layout was given up.
+
+    Raises:
+        StaleEpoch: the epoch is not the one in force.
+        AttachError: the job has no round here.
+    """
+    epoch = messages.epoch_from(request.epoch)
+    if messages.decision_from(job.record.decision).supersedes(epoch):
+        return None  # an earlier try has reached this daemon: its base stays
+    job.check_epoch(request.epoch)
+    if job.round is None:
+        raise AttachError(f"job {job.id} has no round here.")
+    job.round.is_pinned = not request.undo
+    whole = job.round.outcome.whole
+    return Version(epoch, whole) if whole >= 0 else None
 
 
 def hear_outcome(job: JobRecord, outcome: Outcome) -> None:

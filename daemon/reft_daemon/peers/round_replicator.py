@@ -282,6 +282,7 @@ class RoundReplicator:
             steps=messages.report_to(job.round.report(), job.round.digests()),
             mismatched=sorted(job.round.outcome.mismatched),
             requested_every=job.round.requested_every,
+            layout=messages.layout_report_to(job.round.layout),
         )
         if job.round.has_news and request != self._acknowledged_report:
             reply = await self._call(node, "Gather", request)

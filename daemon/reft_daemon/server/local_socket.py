@@ -368,6 +368,7 @@ def _report_reply(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply
     return pb.ReportReply(
         whole=outcome.whole, until=outcome.until, open=outcome.open, mismatched=outcome.mismatched,
         slots_missing=not has_slots, every=outcome.interval.every, interval_start=outcome.interval.start,
+        layout=messages.layout_outcome_to(outcome.layout),
     )  # fmt: skip
 
 

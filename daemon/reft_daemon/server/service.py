@@ -244,6 +244,12 @@ class DaemonService(pb_grpc.DaemonServicer):
         return record
 
     @translated
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinReply:
+        await authorise(self._registry, request.job, context)
+        whole = rounds.pin(self._registry.get(request.job), request)
+        return pb.PinReply(whole=whole.step if whole else None)
+
+    @translated
     async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideReply:
         await authorise(self._registry, request.manifest.job, context)
         await self._registry.decide(request)

@@ -57,13 +57,12 @@ def attach(
 
 
 def _with_reviews(context: AttachContext, result: AttachResult) -> Session:
-    """Returns the session, with placement reviews if nodes can protect one another.
+    """Returns the session, with placement reviews if other ranks may have parts of its state.
 
     The reviews keep the rank group; without reviews the rank group is closed.
     """
     session, manifest = result.session, result.manifest
-    domains = {node.domain or node.id for node in manifest.nodes}
-    if len(domains) > 1 and context.request.protect != "none":
+    if manifest.world > 1 and context.request.protect != "none":
         session.review(PlacementReviews(context, tuple(manifest.mismatched), session.step))
     else:
         context.rank_group.close()

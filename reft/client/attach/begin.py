@@ -83,7 +83,7 @@ def make_snapshotter(
     slots: Sequence[MappedSlot],
     engine: CopyEngine,
     history: SnapshotHistory,
-    step: int,
+    step: int | None,
     built: frozenset[str] | None,
 ) -> Snapshotter:
     """Returns the snapshotter of the new epoch.
@@ -96,7 +96,7 @@ def make_snapshotter(
         slots: the slots for the snapshots.
         engine: copies snapshots.
         history: the tasks of the session.
-        step: the completed step.
+        step: the completed step; None for a new layout, whose first step the round names.
         built: names of the parameters that a restarted script builds.
     """
     settings, daemon, state, epoch = context.settings, introduction.daemon, introduction.state, plan.decision.epoch
@@ -109,12 +109,17 @@ def make_snapshotter(
             epoch=epoch,
             rank=rank,
             deadline_s=settings.rpc_deadline_s,
+            refused=DaemonRestarter(settings, daemon.hello.unattended).refused,
         ),
         context.failpoints,
-        DaemonRestarter(settings, daemon.hello.unattended).refused,
     )
+    compared_steps = 2 * context.request.every
+    if step is None:
+        facts = SnapshotFacts(rank, epoch, plan.placement, state.names, -1, context.failpoints, compared_steps)
+    else:
+        facts = SnapshotFacts(rank, epoch, plan.placement, state.names, step + compared_steps, context.failpoints)
     return Snapshotter(
-        SnapshotFacts(rank, epoch, plan.placement, state.names, step + 2 * context.request.every, context.failpoints),
+        facts,
         plan.base,
         SavePlanner(tracked, plan.placement, rank, engine.parity_tiling, state.predicted.leaves, built),
         state.host,

@@ -8,7 +8,7 @@ compare     digests of replicas ═► all ranks ─► mismatched leaves
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,10 +166,18 @@ def introduce(context: AttachContext, tracked: TrackedObjects, memory: RestoreMe
     Raises:
         ReftError: a rank has no daemon or state that reft can't hold, or the ranks differ.
     """
+    allows_pickles = context.settings.allow_pickled_extra_state
+    return introduce_state(context, lambda: LocalState.of(tracked, context.request, allows_pickles), memory)
+
+
+def introduce_state(
+    context: AttachContext, make_state: Callable[[], LocalState], memory: RestoreMemory | None
+) -> Introduction:
+    """Does so with a state that `make_state` returns on this rank; see `introduce`."""
 
     def introduce_self() -> tuple[tuple[LocalState, NodeDaemon], RankInfo]:
         check_process_group(context.launch, context.rank_group.world)
-        state = LocalState.of(tracked, context.request, context.settings.allow_pickled_extra_state)
+        state = make_state()
         identity = IdentityFacts.of(context.settings, context.launch)
         daemon = NodeDaemon.find(context.settings, identity.identify().id)
         if memory is not None and daemon.hello.held:

@@ -31,6 +31,7 @@ def take_inventory(
     introduction: Introduction,
     erased: Collection[Erasure] = (),
     before: JobSurvey | None = None,
+    ends_orphans: bool = True,
 ) -> JobSurvey:
     """Returns the replies of all daemons that answer. All ranks call it together.
 
@@ -39,6 +40,7 @@ def take_inventory(
         introduction: the ranks and nodes that take part.
         erased: slots and capsules that failed their digests.
         before: the survey of this attach's first try, during later tries.
+        ends_orphans: whether daemons end the orphans of earlier trainers; False in mid-training.
 
     Raises:
         ReftError: a node's own daemon does not answer.
@@ -47,7 +49,7 @@ def take_inventory(
     def ask() -> RankMessage:
         if not introduction.is_leader:
             return RankMessage()
-        reply: pb.InventoryReply = introduction.daemon.call("Inventory", inventory_request(introduction))
+        reply: pb.InventoryReply = introduction.daemon.call("Inventory", inventory_request(introduction, ends_orphans))
         reply.known.extend(known_to_agent(context.launch, reply.node))
         return RankMessage(reply.SerializeToString())
 
@@ -59,7 +61,9 @@ def take_inventory(
         return survey
     job, launch = introduction.job.id, introduction.ranks.first.identity.launch
     asker = asker_of(introduction.nodes, replies)
-    ask_absent = AbsentNodeSurvey(context.rank_group, asker, introduction.daemon, job, launch, context.launch.round)
+    ask_absent = AbsentNodeSurvey(
+        context.rank_group, asker, introduction.daemon, job, launch, context.launch.round, ends_orphans
+    )
     return survey_absent_nodes(survey, absent, ask_absent, erased)
 
 
@@ -70,14 +74,19 @@ def known_to_agent(launch: Launch, node: str) -> list[pb.KnownStep]:
     return [pb.KnownStep(step=launch.whole_step, source=f"the torchrun agent of node {node}, which has lived on")]
 
 
-def inventory_request(introduction: Introduction) -> pb.InventoryRequest:
-    """Returns the question to this rank's daemon; the daemon ends orphans on its node."""
+def inventory_request(introduction: Introduction, ends_orphans: bool = True) -> pb.InventoryRequest:
+    """Returns the question to this rank's daemon.
+
+    Args:
+        introduction: the ranks and nodes that take part.
+        ends_orphans: whether the daemon ends orphans on its node first.
+    """
     infos = introduction.ranks.infos
     return pb.InventoryRequest(
         job=introduction.job.id,
         launch=introduction.ranks.first.identity.launch,
         pids=[infos[rank].process.pid for rank in introduction.node.ranks],
-        end_orphans=True,
+        end_orphans=ends_orphans,
     )
 
 
@@ -100,6 +109,7 @@ class AbsentNodeSurvey:
         job: name of the job.
         launch: launch mark of this attach.
         round: round of reft's rendezvous; -1 without reft's rendezvous.
+        ends_orphans: whether daemons end the orphans of earlier trainers.
     """
 
     rank_group: RankGroup
@@ -108,6 +118,7 @@ class AbsentNodeSurvey:
     job: str
     launch: str
     round: int
+    ends_orphans: bool = True
 
     def __call__(self, nodes: Sequence[pb.Node], is_again: bool) -> pb.SurveyReply:
         """Returns the holdings of these nodes. All ranks call it together.
@@ -117,7 +128,9 @@ class AbsentNodeSurvey:
             is_again: whether these nodes are asked for the second time. The first time, nodes that
                 were given up get little time.
         """
-        request = pb.SurveyRequest(job=self.job, nodes=nodes, launch=self.launch, end_orphans=True, again=is_again)
+        request = pb.SurveyRequest(
+            job=self.job, nodes=nodes, launch=self.launch, end_orphans=self.ends_orphans, again=is_again
+        )
         if self.round >= 0:
             request.round = self.round
 

@@ -242,13 +242,20 @@ def refusal(introduction: Introduction, plan: AttachPlan) -> pb.ReleaseRequest:
     return pb.ReleaseRequest(job=introduction.job.id, epoch=epoch, rank=introduction.rank, refused=True, pid=pid)
 
 
-def decide_request(introduction: Introduction, plan: AttachPlan) -> pb.DecideRequest:
-    """Returns the decision for this rank's daemon."""
-    node = introduction.node.id
+def decide_request(introduction: Introduction, plan: AttachPlan, trains: bool = False) -> pb.DecideRequest:
+    """Returns the decision for this rank's daemon.
+
+    Args:
+        introduction: the ranks and nodes that take part.
+        plan: the decision.
+        trains: whether the ranks are registered as trainers already, and stay so.
+    """
+    node, infos = introduction.node.id, introduction.ranks.infos
     return pb.DecideRequest(
         manifest=plan.manifest,
         decision=messages.decision_to(plan.decision),
         node_index=[each.id for each in introduction.nodes].index(node),
         dropped=[slot.slot for slot in plan.recovery.dropped if slot.node == node],
         base_manifest=plan.base_manifest,
+        trainers=[infos[rank].process.pid for rank in introduction.node.ranks] if trains else (),
     )

@@ -1,64 +1,89 @@
-"""Re-attach: if the state no longer fits the placement, all ranks attach again during training.
+"""Re-attach: a new layout in mid-training, made beside training.
 
-A re-attach loads nothing, because the trainers have newer state than the slots.
+    each mark        own state misfits, or another rank wants an attempt ─► thread `reft-layout`
+    thread           all ranks' threads wait (the round tells)
+                     ─► introduce, describe; which leaves differ, by digests of snapshots
+                     ─► hold, pin ─► base ─► plan, decide, secure ─► slots ─► new snapshotter
+    a later mark     the new snapshotter takes the place of the old one
+    marks until S    void: the round names S once all ranks have slots
 
-    mark of step 2, 4, 8, … after attach     every rank reviews at the same steps, without a message
-        each rank: do my leaves and their bytes fit the placement?
-            ─► exchange ─┬─► all fit: go on
-                         └─► one does not fit: all ranks re-attach at this mark:
-                                old snapshots end ─► released ─► introduce … decide ─► lease
-                                ─► snapshots of a new epoch, from this step on
+`reft.core.commit.relayout` has the protocol: what happens to lost and late messages, and at a kill.
+A re-attach loads nothing, because the trainers have newer state than the slots. No tensor is read:
+training writes them meanwhile. At a mark the training thread looks at variables of its own process.
 
-The state does not fit in two cases:
+The state misfits in two cases:
   * Leaves exist that attach could not predict: the optimizer refuses to step on `meta`, or the
     state appears late. Such leaves are unreplicated.
-  * Replicas of a cell are mismatched. Attach then compares each leaf, and every rank keeps its own
-    copy of the mismatched leaves.
+  * Replicas of a cell are mismatched. Then the snapshots compare each leaf (`CopiedEvent`), and
+    after the re-attach every rank keeps its own copy of the mismatched leaves.
 
 Invariants
   1. The base of the new epoch is the newest version that any rank or daemon knows to be whole. The
-     base stays until a newer version is whole. Each daemon is asked after all its trainers have
-     closed their sessions, too. From then on a daemon frees nothing, so it still holds the version
-     that it named. Newer sealed versions are given up: the round may have refused them because of
-     mismatched replicas.
-  2. If a rank misses a review, the reviews end. If a re-attach fails, the snapshots of this run
-     end. In both cases training goes on.
+     base stays until a newer version is whole. Newer sealed versions are given up: the round may
+     have refused them because of mismatched replicas.
+  2. If an attempt fails before `decide`, snapshots of the old epoch go on, and a later mark tries
+     again. From `decide` on the old epoch may be over, so the threads try again until the new one
+     holds. Training goes on in all cases.
+  3. If a rank is missing in an exchange, the rank group is of no more use, and reviews end. A rank
+     that is only late is not missing: no exchange begins before all threads wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from reft.client.attach import stage_names
+import xxhash
+
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.begin import make_snapshotter
-from reft.client.attach.introduce import compare, describe, introduce
+from reft.client.attach.introduce import Introduction, LocalState, describe, introduce_state
 from reft.client.attach.inventory import Erasure, take_inventory
-from reft.client.attach.plan import decide, make_plan, manifest_of_base, recover
-from reft.client.attach.restore import lease, leases_of, registration
-from reft.client.link.exchange import gather
+from reft.client.attach.plan import AttachPlan, decide_request, make_plan, manifest_of_base, recover
+from reft.client.attach.restore import leases_of, secure
+from reft.client.link.exchange import Record, gather, together
+from reft.client.link.rank_group import RanksMissing
+from reft.client.link.slots import MappedSlot, SlotLeases
+from reft.client.snapshot.replica_check import LeafDigests, mismatched_names
 from reft.client.snapshot.snapshotter import Snapshotter
 from reft.console import say
+from reft.core.commit.relayout import attempt_to_report, is_review_due, may_begin
+from reft.core.commit.version import Version
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot
-from reft.errors import ReftError, message, remedy
+from reft.errors import AttachError, ReftError, message, remedy
 from reft.failpoints import Failpoints
+from reft.wire import messages
 from reft.wire.inventory import JobSurvey
+from reft.wire.manifest import layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
 
 log = logging.getLogger("reft")
-DEADLINE_S = 30.0  # the longest wait until all ranks reach the mark of one step
+HOLD_S = 30.0  # the longest wait until the last snapshot of the old epoch has ended
+COMMON_STEP_S = 30.0  # the longest wait until all ranks have compared the leaves of one step
+POLL_S = 0.02
+AGAIN_S = 0.2  # reports are repeated so often while ranks wait for one another
+PAUSE_MAX_S = 60.0  # between two tries to store the decision
+END_S = 10.0  # the longest wait for the thread at the end of the session
 NAMES_SHOWN = 3
 NOTHING = (-1, -1)  # sorts before the order of any version
 
 
 @dataclass(frozen=True)
-class PlacementReport:
-    """What a rank finds at a review: whether its state misfits the placement."""
+class StepDigestReport:
+    """What a rank has compared.
 
-    misfits: bool
+    Attributes:
+        differs: whether the round has told this rank that replicas differ.
+        steps: step → one digest of all leaf digests.
+    """
+
+    differs: bool
+    steps: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -66,120 +91,293 @@ class EndReport:
     """What a rank knows once its snapshots have ended.
 
     Attributes:
-        whole: order of the newest version that the rank knows to be whole; NOTHING if none is.
+        whole: order of the newest version that the rank, or its daemon, knows to be whole; NOTHING
+            if none is.
     """
 
     whole: tuple[int, ...]
 
 
-@dataclass
 class PlacementReviews:
     """The placement reviews of one session.
 
     Args:
-        context: of the attach that made the session; its rank group stays open until `close`.
+        context: of the attach that made the session; its rank group stays open until `end`.
         mismatched: names of the leaves of which each rank keeps its own copy now.
         start: the first step of the session.
     """
 
-    context: AttachContext
-    mismatched: Sequence[str]
-    start: int
+    def __init__(self, context: AttachContext, mismatched: Sequence[str], start: int) -> None:
+        self.context = context
+        self.mismatched = mismatched
+        self._step = self._last_step = start  # of the newest mark; when the last attempt ended
+        self._attempts = 0  # since attach
+        self._ended = 0  # attempts that failed in this epoch
+        self._is_over = False  # whether the rank group is of no more use
+        self._thread: threading.Thread | None = None
+        self._ready: Snapshotter | None = None  # the snapshotter of the new layout
+        self._is_replaced, self._is_closing = threading.Event(), threading.Event()
 
-    def at(self, step: int, snapshots: Snapshotter) -> Snapshotter | None:
-        """Returns the snapshotter from this mark on: the same, a new one, or None after a failure.
+    def at(self, step: int, snapshots: Snapshotter) -> Snapshotter:
+        """Returns the snapshotter from this mark on: the same, or that of a new layout.
 
-        All ranks call this method at each mark, after the window is closed.
+        Waits for nothing.
         """
-        rank_group = self.context.rank_group
-        if not is_due(step - self.start) or rank_group.group is None:
+        self._step = step
+        if self._ready is not None:
+            snapshots, self._ready = self._ready, None
+            self._is_replaced.set()
+        if self._is_over or (self._thread is not None and self._thread.is_alive()):
             return snapshots
+        wants = snapshots.misfits() and is_review_due(step - self._last_step, self._attempts)
+        attempt = attempt_to_report(self._ended, wants, snapshots.reporter.layout)
+        if attempt > self._ended:
+            snapshots.reporter.layout_report = replace(snapshots.reporter.layout_report, wanted=attempt, joined=attempt)
+            self._is_replaced.clear()
+            self._thread = threading.Thread(target=self._try, args=(snapshots,), name="reft-layout", daemon=True)
+            self._thread.start()
+        return snapshots
+
+    def end(self, snapshots: Snapshotter) -> Snapshotter:
+        """Ends the reviews; returns the snapshotter of the newest layout.
+
+        An attempt that has begun is finished first, so that no other rank misses this one.
+        """
+        self._is_closing.set()
+        self._is_replaced.set()
+        if self._thread is not None:
+            self._thread.join(END_S)
+        if self._thread is None or not self._thread.is_alive():
+            # The user's program may have ended torch.distributed already.
+            with contextlib.suppress(RuntimeError, ValueError):
+                self.context.rank_group.close()
+        newest, self._ready = self._ready or snapshots, None
+        return newest
+
+    def _try(self, snapshots: Snapshotter) -> None:
+        """Makes one attempt, in its own thread."""
+        reporter, repeated_s = snapshots.reporter, 0.0
+        while not may_begin(self._ended, reporter.layout):
+            if self._is_closing.wait(POLL_S):
+                return
+            if time.monotonic() - repeated_s > AGAIN_S:
+                reporter.send()
+                repeated_s = time.monotonic()
         try:
-            reports = gather(
-                rank_group, lambda: PlacementReport(snapshots.misfits()), PlacementReport, deadline_s=DEADLINE_S
-            )
-        except ReftError as error:
-            log.warning(
-                "reft no longer reviews its placement: %s Training and snapshots go on.%s",
-                message(error),
-                remedy(error),
-            )
-            rank_group.close()
-            return snapshots
-        if not any(report.misfits for report in reports):
-            return snapshots
-        try:
-            return self._reattached(step, snapshots)
+            new_snapshots, manifest = reattach(self.context, self.mismatched, snapshots, self._is_closing)
         except Exception as error:
             # No error of reft may stop training.
-            log.error(
-                "reft takes no more snapshots in this run: re-attach failed: %s Training goes on.%s",
-                message(error),
-                remedy(error),
-            )
-            self.close()
-            return None
-
-    def _reattached(self, step: int, snapshots: Snapshotter) -> Snapshotter:
-        before = self.mismatched
-        new_snapshots, manifest = reattach(self.context, step, before, snapshots)
-        self.mismatched = tuple(manifest.mismatched)
+            self._is_over = not isinstance(error, ReftError) or isinstance(error, RanksMissing)
+            self._note_failure(error)
+            self._attempts, self._ended, self._last_step = self._attempts + 1, self._ended + 1, self._step
+            return
+        before, self.mismatched = self.mismatched, tuple(manifest.mismatched)
+        self._attempts, self._ended, self._last_step = self._attempts + 1, 0, self._step
         if self.context.rank == 0:
-            say(f"step {step}: the placement was made anew; {_reason(before, self.mismatched)}")
-        return new_snapshots
+            say(f"step {self._step}: the placement was made anew; {_reason(before, self.mismatched)}")
+        self._ready = new_snapshots
+        self._is_replaced.wait()
+        snapshots.retire()
 
-    def close(self) -> None:
-        """Closes the rank group."""
-        # The user's program may have ended torch.distributed already.
-        with contextlib.suppress(RuntimeError, ValueError):
-            self.context.rank_group.close()
+    def _note_failure(self, error: Exception) -> None:
+        later = "reft no longer reviews its placement" if self._is_over else "the placement was not made anew"
+        log.warning("rank %d: %s: %s Training goes on.%s", self.context.rank, later, message(error), remedy(error))
 
 
 def reattach(
-    context: AttachContext, step: int, known_mismatched: Sequence[str], snapshots: Snapshotter
+    context: AttachContext, known_mismatched: Sequence[str], snapshots: Snapshotter, is_closing: threading.Event
 ) -> tuple[Snapshotter, pb.Manifest]:
-    """Attaches anew during training; returns the new snapshotter and the new manifest.
+    """Attaches anew beside training; returns the new snapshotter and the new manifest.
 
-    The session's copy engine and its history stay in use.
+    The threads of all ranks call it together. The session's copy engine and its history stay in
+    use.
 
     Args:
         context: of the attach that made the session.
-        step: the completed step.
         known_mismatched: names of leaves that were mismatched before.
-        snapshots: the snapshotter that ends.
+        snapshots: the snapshotter of the old layout. It is held when this function returns.
+        is_closing: set when the session ends.
 
     Raises:
-        ReftError: re-attach failed on some rank; this rank is no longer registered.
+        ReftError: the attempt failed; snapshots go on, unless a decision may have been stored.
     """
-    # Each rank answers after its own snapshots have ended. Otherwise the rank could hear of a
-    # newer whole version later, and overwrite older ones.
-    ends = gather(context.rank_group, lambda: EndReport(_end_snapshots(step, snapshots)), EndReport, extra_s=DEADLINE_S)
     context = replace(context, failpoints=Failpoints(context.settings.failpoints))
-    tracked = stage_names.named(context.rank_group, context.request.tracked)
-    introduction = introduce(context, tracked, None)
+    introduction = introduce_state(context, lambda: state_of(snapshots), None)
     description = describe(context, introduction)
-    survey = take_inventory(context, introduction)
-    erased = given_up(survey, max(report.whole for report in ends))
-    # The versions that are given up were never whole.
-    recovery = recover(introduction.job.id, survey, erased, not survey.inventory.had_whole)
-    now = compare(context, introduction, description)
-    mismatched = all_mismatched(now, known_mismatched, manifest_of_base(survey, recovery))
-    plan = make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(0))
-    decide(context, introduction, plan)
-    with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
-        slots = lease(context, introduction, plan, leases)
-        new_snapshots = make_snapshotter(
-            context,
-            introduction,
-            plan,
-            leases,
-            slots,
-            snapshots.engine,
-            snapshots.history,
-            step,
-            snapshots.planner.built,
+    names = layouts_of(description.manifest)[0].names
+    now = find_mismatched(context, snapshots, names, is_closing)
+
+    def plan_layout() -> AttachPlan:
+        survey = take_inventory(context, introduction, ends_orphans=False)
+        # The versions that are given up were never whole.
+        recovery = recover(introduction.job.id, survey, given_up(survey, whole), not survey.inventory.had_whole)
+        mismatched = all_mismatched(now, known_mismatched, manifest_of_base(survey, recovery))
+        return make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(0))
+
+    try:
+        whole = hold(context, introduction, snapshots)
+        plan = plan_layout()
+    except BaseException:
+        resume(introduction, snapshots)
+        raise
+    pause_s = 1.0
+    while True:
+        try:
+            decide(context, introduction, plan)
+            secure(context, introduction, plan)
+            break
+        except RanksMissing:
+            raise
+        except ReftError as error:
+            log.error(
+                "rank %d takes no snapshots until its daemons have the new layout: %s%s",
+                context.rank,
+                message(error),
+                remedy(error),
+            )
+            if is_closing.wait(pause_s):
+                raise
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            plan = plan_layout()
+    leases = leases_of(context, introduction, plan)
+    slots = lease_alone(introduction, plan, leases)
+    engine, history = snapshots.engine, snapshots.history
+    built = snapshots.planner.built
+    return make_snapshotter(context, introduction, plan, leases, slots, engine, history, None, built), plan.manifest
+
+
+def state_of(snapshots: Snapshotter) -> LocalState:
+    """Returns the state of this rank by its last snapshot.
+
+    Raises:
+        AttachError: there was none.
+    """
+    planner = snapshots.planner
+    if planner.latest is None:
+        raise AttachError("this rank has taken no snapshot yet.")
+    index = planner.latest.tensor_index
+    return LocalState(planner.tracked, snapshots.host, index, planner.expected_leaves(index))
+
+
+def find_mismatched(
+    context: AttachContext, snapshots: Snapshotter, names: Collection[str], is_closing: threading.Event
+) -> list[str]:
+    """Returns the leaves whose replicas differ. The threads of all ranks call it together.
+
+    They are compared by the digests of a step that all ranks have compared whole.
+
+    Args:
+        context: what every step needs.
+        snapshots: the snapshotter of the old layout.
+        names: all leaves of all layouts, also those that do not exist yet.
+        is_closing: set when the session ends.
+
+    Raises:
+        ReftError: there is no such step.
+    """
+    for _ in range(int(COMMON_STEP_S / AGAIN_S)):
+        own = dict(snapshots.leaf_digests.copy())
+        report = StepDigestReport(
+            bool(snapshots.reporter.mismatched), {step: digest_of_leaves(own[step]) for step in own}
         )
-    return new_snapshots, plan.manifest
+        reports = gather(context.rank_group, partial(_itself, report), StepDigestReport)
+        if not any(report.differs for report in reports):
+            return []
+        step = common_step([report.steps for report in reports])
+        if step is not None:
+            kinds = [report.steps[step] for report in reports]
+            is_first = kinds.index(kinds[context.rank]) == context.rank
+            digests = LeafDigests(dict(own[step]) if is_first else {})
+            answers = gather(context.rank_group, partial(_itself, digests), LeafDigests)
+            return mismatched_names([answer.digests for answer in answers], names)
+        is_closing.wait(AGAIN_S)
+    raise AttachError(f"within {COMMON_STEP_S:.0f} s there was no step of which all ranks compared their leaves.")
+
+
+def _itself(record: Record) -> Record:
+    return record
+
+
+def common_step(steps_by_rank: Sequence[dict[int, str]]) -> int | None:
+    """Returns the newest step that all ranks have compared; None if there is none."""
+    return max(set.intersection(*(set(steps) for steps in steps_by_rank)), default=None)
+
+
+def digest_of_leaves(digests: Mapping[str, str]) -> str:
+    """Returns one digest of the digests of all leaves."""
+    return xxhash.xxh3_64_hexdigest("\n".join(f"{name} {digest}" for name, digest in sorted(digests.items())).encode())
+
+
+def hold(context: AttachContext, introduction: Introduction, snapshots: Snapshotter) -> tuple[int, ...]:
+    """Ends the snapshots of the old epoch and its round, and returns what must stay.
+
+    The threads of all ranks call it together. Each rank answers after its own snapshots have ended.
+    Otherwise the rank could hear of a newer whole version later, and overwrite older ones.
+
+    Returns:
+        The order of the newest version that any rank or daemon knows to be whole; or NOTHING.
+
+    Raises:
+        ReftError: the snapshots of a rank do not end, or a daemon does not answer.
+    """
+
+    def end() -> EndReport:
+        snapshots.hold(HOLD_S)
+        known = [snapshots.round.whole, pin(introduction, snapshots) if introduction.is_leader else None]
+        return EndReport(max((version.order for version in known if version is not None), default=NOTHING))
+
+    return max(report.whole for report in gather(context.rank_group, end, EndReport, extra_s=HOLD_S))
+
+
+def pin(introduction: Introduction, snapshots: Snapshotter) -> Version | None:
+    """Ends the old epoch's round on this node; returns the newest whole version.
+
+    Raises:
+        ReftError: the daemon does not answer.
+    """
+    epoch = snapshots.facts.epoch
+    request = pb.PinRequest(job=introduction.job.id, epoch=messages.epoch_to(epoch))
+    reply: pb.PinReply = introduction.daemon.call("Pin", request)
+    if not reply.HasField("whole") or snapshots.round.is_discarded(reply.whole):
+        return None
+    return Version(epoch, reply.whole)
+
+
+def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> None:
+    """Stores the decision on every node. The threads of all ranks call it together.
+
+    Raises:
+        ReftError: a daemon refused the decision, or does not answer; others may have it.
+    """
+
+    def store() -> None:
+        if introduction.is_leader:
+            introduction.daemon.call("Decide", decide_request(introduction, plan, trains=True))
+
+    together(context.rank_group, store)
+
+
+def resume(introduction: Introduction, snapshots: Snapshotter) -> None:
+    """Lets the old epoch go on: nothing was decided."""
+    if introduction.is_leader:
+        epoch = messages.epoch_to(snapshots.facts.epoch)
+        try:
+            introduction.daemon.call("Pin", pb.PinRequest(job=introduction.job.id, epoch=epoch, undo=True))
+        except ReftError as error:
+            log.warning("the daemon can't be told that the old layout goes on: %s", message(error))
+    snapshots.resume()
+
+
+def lease_alone(introduction: Introduction, plan: AttachPlan, leases: SlotLeases) -> list[MappedSlot]:
+    """Returns the slots for the next snapshots; none if there is no room now.
+
+    A snapshotter without slots leases them when the next snapshot is due.
+    """
+    try:
+        return leases.lease(plan.placement.rank_placement(introduction.rank).data_bytes, len(introduction.state.table))
+    except ReftError as error:
+        log.warning("rank %d gets no slots for the new layout: %s%s", introduction.rank, message(error), remedy(error))
+        return []
 
 
 def given_up(survey: JobSurvey, whole: tuple[int, ...]) -> frozenset[Erasure]:
@@ -209,27 +407,6 @@ def all_mismatched(now: Sequence[str], known: Sequence[str], base: pb.Manifest |
         base: manifest of the base; None for a fresh start.
     """
     return sorted({*now, *known, *(base.mismatched if base else ())})
-
-
-def is_due(steps: int) -> bool:
-    """Decides whether a review is due `steps` steps after attach: at 2, 4, 8, …"""
-    return steps >= 2 and steps & (steps - 1) == 0
-
-
-def _end_snapshots(step: int, snapshots: Snapshotter) -> tuple[int, ...]:
-    """Ends the snapshots, and returns the order of the newest whole version.
-
-    That is the newest version that this rank or its daemon knows to be whole.
-
-    Raises:
-        ReftError: the snapshots do not end, or the daemon does not answer.
-    """
-    if not snapshots.retire(DEADLINE_S):
-        raise ReftError(f"the snapshot before step {step} did not end within {DEADLINE_S:.0f} s.")
-    daemon_whole = snapshots.slots.daemon_whole()
-    if daemon_whole is not None and snapshots.round.is_discarded(daemon_whole.step):
-        daemon_whole = None
-    return max((each.order for each in (snapshots.round.whole, daemon_whole) if each is not None), default=NOTHING)
 
 
 def _reason(before: Sequence[str], after: Sequence[str]) -> str:

@@ -163,6 +163,23 @@ def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, damage
     together(context.rank_group, lambda: leases.release(is_refused=True))
 
 
+def secure(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> None:
+    """Sends the base's capsules to their holders again. All ranks call it together.
+
+    On all nodes before the first lease: the daemons free older versions then.
+
+    Raises:
+        ReftError: a holder does not keep the capsules.
+    """
+
+    def send() -> None:
+        if introduction.is_leader and plan.base is not None:
+            epoch = messages.epoch_to(plan.decision.epoch)
+            introduction.daemon.call("Secure", pb.SecureRequest(job=introduction.job.id, epoch=epoch))
+
+    together(context.rank_group, send)
+
+
 def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, leases: SlotLeases) -> list[MappedSlot]:
     """Returns the slots for the next snapshots. All ranks call it together.
 
@@ -170,14 +187,7 @@ def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, 
         NoRoom: the slots don't fit into memory.
     """
     data_bytes = plan.placement.rank_placement(context.rank).data_bytes
-
-    def secure() -> None:
-        if introduction.is_leader and plan.base is not None:
-            epoch = messages.epoch_to(plan.decision.epoch)
-            introduction.daemon.call("Secure", pb.SecureRequest(job=introduction.job.id, epoch=epoch))
-
-    # On all nodes before the first lease: the daemons free older versions then.
-    together(context.rank_group, secure)
+    secure(context, introduction, plan)
     all_bytes = data_bytes * context.settings.slots * context.rank_group.world
     return together(
         context.rank_group,

@@ -6,7 +6,8 @@
 
 If one rank fails, every rank raises that error. Facts are JSON in plain byte tensors; nothing is
 unpickled. The group uses gloo: gloo works beside NCCL, and a wait for a missing rank can have a
-deadline. After attach only the placement reviews use the group (`reft.client.attach.reattach`).
+deadline. After attach only the placement reviews use the group, in a thread of their own
+(`reft.client.attach.reattach`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ BROADCAST_BYTES = 1 << 20
 # The most bytes from one rank: headers of a node's slots, or a manifest.
 FACTS_MAX = 64 << 20
 NAMES_SHOWN = 8  # of ranks that did not come
+
+
+class RanksMissing(AttachError):
+    """Some ranks did not come in time, or have ended. The group is of no more use."""
 
 
 class RankGroup:
@@ -114,7 +119,7 @@ class RankGroup:
                 work = dist.broadcast(parts[rank], rank, group=self.group, async_op=True)
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            raise AttachError(
+            raise RanksMissing(
                 f"{self._who_is_absent()} within {deadline_s:.0f} s: {error}.",
                 "look at the ranks that did not attach; REFT_ATTACH_DEADLINE_S sets the limit",
             ) from error

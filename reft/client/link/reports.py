@@ -19,6 +19,7 @@ from types import MappingProxyType
 import grpc
 from google.protobuf.message import DecodeError
 
+from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.round import Outcome, StepAnswer
 from reft.core.commit.snapshot_interval import SnapshotInterval
 from reft.core.commit.undecided_steps import UndecidedSteps
@@ -49,6 +50,7 @@ class ReporterFacts:
         path: path of the daemon's local socket, from HelloReply.local_socket.
         job, epoch, rank: identify the reporting rank.
         deadline_s: how long the daemon may hold back a reply.
+        refused: called with the daemon's address when the local socket refuses the connection.
     """
 
     address: str
@@ -57,6 +59,7 @@ class ReporterFacts:
     epoch: Epoch
     rank: int
     deadline_s: float
+    refused: Callable[[str], None] = lambda address: None
 
 
 class Reporter:
@@ -65,7 +68,6 @@ class Reporter:
     Args:
         facts: who reports, and to whom.
         failpoints: faults to inject.
-        refused: called with the daemon's address when the local socket refuses the connection.
 
     Attributes:
         news: the number of replies and of calls of `wake`.
@@ -73,13 +75,13 @@ class Reporter:
         slots_missing: whether the daemon has lost slots of this rank.
         requested_every: requested snapshot interval, sent with each report; see
             `reft.core.commit.snapshot_interval`.
+        layout_report: what this rank reports on layouts, sent with each report; see
+            `reft.core.commit.relayout`.
     """
 
-    def __init__(
-        self, facts: ReporterFacts, failpoints: Failpoints, refused: Callable[[str], None] = lambda address: None
-    ) -> None:
+    def __init__(self, facts: ReporterFacts, failpoints: Failpoints) -> None:
         self.facts = facts
-        self._failpoints, self._refused = failpoints, refused
+        self._failpoints = failpoints
         self._changed = threading.Condition()
         self.news = 0
         self._connection: ReportConnection | None = None
@@ -92,6 +94,12 @@ class Reporter:
         self.error: ReftError | None = None
         self.slots_missing = False
         self.requested_every = 0
+        self.layout_report = LayoutReport()
+
+    @property
+    def layout(self) -> LayoutOutcome:
+        """What the ranks have agreed on layouts, by the newest outcome of this rank."""
+        return self._outcome.layout
 
     @property
     def interval(self) -> SnapshotInterval:
@@ -127,9 +135,10 @@ class Reporter:
         with self._changed:
             self._undecided.answer(step, answer, digests)
             self._trouble = trouble
-        self._send()
+        self.send()
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Sends the report of all undecided steps, and returns at once."""
         now_s = time.monotonic()
         with self._changed:
             if self._unanswered and now_s - self._last_reply_s > self.facts.deadline_s + MARGIN_S:
@@ -144,13 +153,14 @@ class Reporter:
                 rank=self.facts.rank,
                 steps=messages.report_to(report, self._undecided.sealed),
                 wait_ms=int(self.facts.deadline_s * 1000), trouble=self._trouble, requested_every=self.requested_every,
+                layout=messages.layout_report_to(self.layout_report),
             )  # fmt: skip
             try:
                 self._connected().send(request)
             except OSError as error:
                 self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, str(error), self.facts.address))
                 if isinstance(error, ConnectionRefusedError):
-                    self._refused(self.facts.address)
+                    self.facts.refused(self.facts.address)
                 return
             if not self._unanswered:
                 self._last_reply_s = now_s
@@ -169,6 +179,8 @@ class Reporter:
         try:
             for reply in connection.replies():
                 with self._changed:
+                    if self._connection is not connection:
+                        break  # `close` was called
                     self._unanswered -= reply.calls
                     self._last_reply_s = time.monotonic()
                     if reply.status:
@@ -176,7 +188,7 @@ class Reporter:
                     else:
                         self._take(reply)
                     if self._has_unsent_report and not self.is_stale:
-                        self._send()  # perhaps no step follows that would send the report
+                        self.send()  # perhaps no step follows that would send the report
                     self.news += 1
                     self._changed.notify_all()
         except (ValueError, KeyError, DecodeError) as error:
@@ -250,7 +262,7 @@ class Reporter:
                     break
                 # Not at once: the daemon replies immediately until this rank has answered the step.
                 if not self._changed.wait(min(AGAIN_S, left)) and not self._unanswered:
-                    self._send()
+                    self.send()
             return self._outcome.whole >= step
 
     def wait_news(self, seen: int) -> None:
@@ -277,8 +289,9 @@ class Reporter:
             log.log(level, "the daemon could not be told that the session was closed: %s", why)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection; another report would open a new one."""
         with self._changed:
             connection, self._connection = self._connection, None
+            self._unanswered = 0
         if connection is not None:
             connection.close()

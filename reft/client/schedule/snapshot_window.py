@@ -65,16 +65,16 @@ class Sealed:
 
 
 class PlacementReviewer(Protocol):
-    """Checks at some steps whether the state still fits the placement.
+    """Checks whether the state still fits the placement, and makes a new layout beside training.
 
     See `reft.client.attach.reattach`.
     """
 
-    def at(self, step: int, snapshots: Snapshotter) -> Snapshotter | None:
-        """Returns the snapshotter from here on: the same, a new one, or None after a failure."""
+    def at(self, step: int, snapshots: Snapshotter) -> Snapshotter:
+        """Returns the snapshotter from this mark on: the same, or that of a new layout."""
 
-    def close(self) -> None:
-        """Ends the reviews."""
+    def end(self, snapshots: Snapshotter) -> Snapshotter:
+        """Ends the reviews; returns the snapshotter of the newest layout."""
 
 
 class Stepping(Enum):
@@ -100,8 +100,8 @@ class SnapshotWindow:
     Attributes:
         counting: how steps are counted.
         stepping: whether the optimizers' steps call hooks.
-        reviews: checks at some steps whether the state still fits the placement; None if no node
-            could protect another node's state.
+        reviews: checks whether the state still fits the placement; None if no other rank has a part
+            of this rank's state.
         written_step: the newest step whose state an optimizer has overwritten.
         skipped: whether the device skips the newest step; None if the step surely trains.
     """
@@ -143,7 +143,7 @@ class SnapshotWindow:
         if self.cadence is None or self.snapshots is None:
             return
         answer = self.cadence.at_mark(self.step, self.snapshots.cadence_facts(self.step))
-        self.snapshots.request(answer.requested_every)
+        self.snapshots.reporter.requested_every = answer.requested_every
         if answer.notice:
             log.warning("rank %d: %s", self.rank, answer.notice)
         if answer.takes:
@@ -239,7 +239,7 @@ class SnapshotWindow:
             return Sealed(False, False, -1)
         if self._taken_step != self.step and self.step > 0 and self.written_step != self.step:
             self._take()
-        self.snapshots.hurry()
+        self.snapshots.engine.hurry()
         is_whole = self.snapshots.whole_step >= self.step
         if not is_whole and self._taken_step == self.step:
             is_whole = self.snapshots.wait(self.step, deadline_s)
@@ -302,20 +302,25 @@ class SnapshotWindow:
             "otherData": {"gaps": profiler.gaps(), "snapshots": [task.facts() for task in tasks]},
         }
 
+    def end_reviews(self) -> None:
+        """Makes no new layout any more."""
+        if self.reviews is not None and self.snapshots is not None:
+            self.snapshots = self.reviews.end(self.snapshots)
+        self.reviews = None
+
     def end(self) -> None:
         """Finishes the newest snapshot; from here on steps are only counted."""
         if self.snapshots is None:
             return
         if self.snapshots.is_open:
-            self.snapshots.hurry()
+            self.snapshots.engine.hurry()
             # Wait before the fence: the newest snapshot may still wait for a slot.
             self.snapshots.wait(self._taken_step, CLOSE_WAIT_S)
         self.close()
         estimate = self.overhead()
         if estimate is not None and self.rank == 0:
             say(str(estimate))
-        if self.reviews is not None:
-            self.reviews.close()
+        self.end_reviews()
         snapshots, self.snapshots, self.profiler = self.snapshots, None, None
         snapshots.release()
         snapshots.close()

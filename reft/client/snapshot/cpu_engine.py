@@ -28,8 +28,8 @@ import numpy as np
 from reft.client.memory import streaming
 from reft.client.memory.threads import TaskThread, run_all
 from reft.client.snapshot.cpu_plan import CopyPart, CpuCopyPlan
-from reft.client.snapshot.engine import CopiedEvent, CopyEvent, CopyOrder, DigestedEvent
-from reft.client.snapshot.replica_check import digest, samples
+from reft.client.snapshot.engine import CopiedEvent, CopyEvent, CopyOrder, DigestedEvent, copied_event
+from reft.client.snapshot.replica_check import sample_sums, samples
 from reft.client.snapshot.save_plan import ParityColumn, ParityTiling, WriteItem
 from reft.client.snapshot.stats import CopyStats
 from reft.client.snapshot.throttle import CopyThrottle
@@ -118,10 +118,9 @@ class CpuCopyEngine:
             copy_aside()
         self._copy(order, plan, data, digests)
         wanted = samples(plan.save_plan.cells, order.step, order.compares_all)
-        return CopiedEvent(
-            {plan.save_plan.leaves[i].name: plan.sources[i].tobytes() for i in plan.save_plan.inline_leaves},
-            {sample.cell: digest(sample, plan.sources) for sample in wanted},
-        )
+        sums = [(sample, sample_sums(sample, plan.sources)) for sample in wanted]
+        inline = {plan.save_plan.leaves[i].name: plan.sources[i].tobytes() for i in plan.save_plan.inline_leaves}
+        return copied_event(order, inline, sums)
 
     def digest_parity(self, plan: CpuCopyPlan, slot: SlotMap, digests: np.ndarray) -> None:
         """Digests the parity chunks. Only the slot is read, so the optimizer may run meanwhile."""

@@ -40,8 +40,8 @@ import torch
 
 from reft.client.memory.cuda import Device
 from reft.client.snapshot.cuda_plan import TRANSFER_BYTES, CudaCopyPlan, compute, plan_transfers
-from reft.client.snapshot.engine import CopiedEvent, CopyEvent, CopyOrder, DigestedEvent
-from reft.client.snapshot.replica_check import DigestSample, digest_of, samples
+from reft.client.snapshot.engine import CopyEvent, CopyOrder, DigestedEvent, copied_event
+from reft.client.snapshot.replica_check import DigestSample, samples
 from reft.client.snapshot.replica_sums import copy_sums, sums_bytes
 from reft.client.snapshot.save_plan import ParityTiling
 from reft.client.snapshot.stats import CopyStats
@@ -421,10 +421,9 @@ class _CudaCopy:
         for offset, size in transfers.save_plan.zeros if slot.is_new_layout else ():
             data[offset : offset + size] = 0
         leaves = [(transfers.save_plan.leaves[i], transfers.places[i]) for i in transfers.save_plan.inline_leaves]
-        yield CopiedEvent(
-            {leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves},
-            {sample.cell: digest_of(sample, [each.numpy() for each in sums]) for sample, sums in self._samples},
-        )
+        inline = {leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves}
+        sums = [(sample, [each.numpy() for each in parts]) for sample, parts in self._samples]
+        yield copied_event(self._order, inline, sums)
         yield DigestedEvent(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
 
     def drop(self) -> None:

@@ -19,12 +19,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from reft.client.snapshot.replica_check import DigestSample, digest_of, leaf_digests
 from reft.client.snapshot.save_plan import ParityTiling, SavePlan
 from reft.client.snapshot.stats import CopyStats
 from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
 from reft.failpoints import Failpoints
-from reft.wire.slot_format import SlotMap
+from reft.wire.slot_format import Bytes, SlotMap
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,29 @@ class CopiedEvent:
     Attributes:
         inline_leaves: the inline leaves' bytes at the mark, by name.
         cell_digests: cell → digest of this rank's bytes in it, for comparison with other ranks.
+        leaf_digests: digest of each leaf in the cells, by name and cell, if all bytes are compared;
+            else empty.
     """
 
     inline_leaves: Mapping[str, bytes]
     cell_digests: Mapping[int, int]
+    leaf_digests: Mapping[str, str] = field(default_factory=dict)
+
+
+def copied_event(
+    order: CopyOrder, inline_leaves: Mapping[str, bytes], sums: Sequence[tuple[DigestSample, Sequence[Bytes]]]
+) -> CopiedEvent:
+    """Returns the event after the copy of an order.
+
+    Args:
+        order: the order.
+        inline_leaves: the inline leaves' bytes at the mark, by name.
+        sums: each sample, and the sums of each of its runs.
+    """
+    by_leaf: dict[str, str] = {}
+    for sample, parts in sums if order.compares_all else ():
+        by_leaf |= leaf_digests(sample, parts, order.save_plan.leaves)
+    return CopiedEvent(inline_leaves, {sample.cell: digest_of(sample, parts) for sample, parts in sums}, by_leaf)
 
 
 @dataclass(frozen=True)

@@ -85,14 +85,14 @@ def samples(cells: Sequence[CellRuns], step: int, in_whole: bool) -> list[Digest
     return [DigestSample(each.cell, tuple(_clip(each, *_window(each.nbytes, step, in_whole)))) for each in cells]
 
 
-def digest(sample: DigestSample, sources: Sequence[Bytes]) -> int:
-    """Returns the digest of a sample.
+def sample_sums(sample: DigestSample, sources: Sequence[Bytes]) -> list[Bytes]:
+    """Returns the sums of each of the sample's runs.
 
     Args:
         sample: the bytes to digest.
         sources: the bytes of each leaf in the host's memory, by number.
     """
-    return digest_of(sample, [sums_of(sources[leaf][begin : begin + nbytes]) for leaf, begin, nbytes, _ in sample.runs])
+    return [sums_of(sources[leaf][begin : begin + nbytes]) for leaf, begin, nbytes, _ in sample.runs]
 
 
 def digest_of(sample: DigestSample, sums: Sequence[Bytes]) -> int:
@@ -108,6 +108,23 @@ def digest_of(sample: DigestSample, sums: Sequence[Bytes]) -> int:
         hasher.update(run.at.to_bytes(8, "little"))
         hasher.update(sums_of_run.data)
     return hasher.intdigest()
+
+
+def leaf_digests(sample: DigestSample, sums: Sequence[Bytes], leaves: Sequence[Leaf]) -> dict[str, str]:
+    """Returns a digest of each leaf in a sample of a whole cell.
+
+    The key is the name, a line end, and the cell, so that pieces that other ranks have count as
+    different leaves.
+
+    Args:
+        sample: all bytes of a cell.
+        sums: the sums of each of the sample's runs.
+        leaves: the leaves, by number.
+    """
+    return {
+        f"{leaves[run.leaf].name}\n{sample.cell}": xxhash.xxh3_64_hexdigest(sums_of_run.data)
+        for run, sums_of_run in zip(sample.runs, sums, strict=True)
+    }
 
 
 def capsule_digests(tree: Mapping[str, Any]) -> list[list[int]]:

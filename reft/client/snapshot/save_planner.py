@@ -93,6 +93,18 @@ class SavePlanner:
         return save_plan.written_bytes + sum(save_plan.leaves[i].nbytes for i in save_plan.inline_leaves)
 
     @property
+    def latest(self) -> CurrentPlan | None:
+        """The plan of the last snapshot; None before the first one. Any thread may read it."""
+        return self._current
+
+    def expected_leaves(self, tensor_index: TensorIndex) -> list[Leaf]:
+        """Returns the leaves of this index, and those that attach predicts and that are missing."""
+        leaves = tensor_index.leaves()
+        names = {leaf.name for leaf in leaves}
+        predicted = self._predicted.leaves if self._predicted else ()
+        return [*leaves, *(leaf for leaf in predicted if leaf.name not in names)]
+
+    @property
     def unplanned_leaves(self) -> tuple[str, ...]:
         """Leaves of the last snapshot that attach did not predict: only this rank has them."""
         return self._current.save_plan.unplanned if self._current and self._placement.lanes else ()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
@@ -44,6 +45,8 @@ from reft.failpoints import Failpoints
 from reft.wire.capsule_format import NameTable
 
 log = logging.getLogger("reft")
+# Ranks are a step or two apart when they look for a step that all of them have compared.
+LEAF_DIGESTS_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class SnapshotFacts:
         compares_all_until: up to this step, ranks compare all bytes of their cells; later only a
             window of each.
         failpoints: faults to inject.
+        compares_all_for: for a new layout in mid-training, whose first step the round names: for so
+            many steps from there on ranks compare all bytes. None: the epoch began with an attach.
     """
 
     rank: int
@@ -66,6 +71,16 @@ class SnapshotFacts:
     names: NameTable
     compares_all_until: int
     failpoints: Failpoints
+    compares_all_for: int | None = None
+
+    def compares_all(self, step: int, start: int) -> bool:
+        """Decides whether ranks compare all bytes of a step.
+
+        Args:
+            step: the step.
+            start: the first step of a new layout.
+        """
+        return step <= (self.compares_all_until if self.compares_all_for is None else start + self.compares_all_for)
 
     def at(self, step: int) -> dict[str, int]:
         """Returns the facts of a step that a failpoint may ask for."""
@@ -125,6 +140,8 @@ class SnapshotThread:
         self._history = history
         self._trouble_log = TroubleLog()
         self._thread = TaskThread("reft-copier", cpu)
+        # step and leaf digests of the newest snapshots of which all bytes were compared
+        self.leaf_digests: deque[tuple[int, Mapping[str, str]]] = deque(maxlen=LEAF_DIGESTS_MAX)
 
     def take(self, handover: Handover) -> None:
         """Brings a snapshot to its end."""
@@ -213,13 +230,19 @@ class SnapshotThread:
         """Checks that nothing wrote the state, and makes the slot LANDED, with its capsule.
 
         Raises:
-            ReftError: the state was written, or the capsule is too large.
+            ReftError: the state was written, the capsule is too large, or replicas differ.
         """
         facts = self._facts.at(handover.task.step)
         self._facts.failpoints.hit("snapshot.landing", **facts)
         handover.guard.check()
         if handover.skipped is not None and handover.skipped.is_nonzero():
             raise ReftError("a GradScaler skipped this step, so the step does not count.")
+        if copied.leaf_digests:
+            self.leaf_digests.append((handover.task.step, copied.leaf_digests))
+        if differs := mismatch(self._facts.placement.division, self._reporter.mismatched):
+            # Never LANDED: a restore would find the snapshot sealed, and the windows that it
+            # compares may happen to be equal.
+            raise ReftError(differs)
         # The tree is a copy, so this thread can encode it: at the mark that would take a third
         # longer.
         capsule = {

@@ -13,15 +13,16 @@ VOID, counted and reported.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from functools import cached_property
 
 from reft.client.link.reports import Reporter
 from reft.client.memory.cuda import HostCopy
 from reft.client.snapshot.engine import CopyEngine, CopyOrder
 from reft.client.snapshot.rank_slots import RankSlots
-from reft.client.snapshot.replica_check import mismatch
 from reft.client.snapshot.round_view import RoundView
 from reft.client.snapshot.save_planner import SavePlanner
 from reft.client.snapshot.snapshot_thread import Handover, SnapshotFacts, SnapshotThread
@@ -29,12 +30,14 @@ from reft.client.snapshot.task import SnapshotHistory, SnapshotState, SnapshotTa
 from reft.client.snapshot.write_guard import WriteGuard
 from reft.client.state.host_state import HostState
 from reft.core.coding.placement import exposures
+from reft.core.commit.relayout import holds_at
 from reft.core.commit.snapshot_cadence import CadenceFacts
 from reft.core.commit.version import Version
 from reft.core.pipeline.course import PacingPlan
 from reft.errors import ReftError
 
 log = logging.getLogger("reft")
+HELD = "a new layout is being agreed on."
 
 
 class Snapshotter:
@@ -64,10 +67,14 @@ class Snapshotter:
         self.history = history
         self.round = RoundView(reporter, base)
         self._thread = SnapshotThread(facts, slots, reporter, self.round, history, engine.copy_cpu)
+        # step and digest of each leaf, of the newest steps of which all bytes were compared
+        self.leaf_digests = self._thread.leaf_digests
         self._open: Handover | None = None  # the snapshot that may read the live state
         self._begun_step = -1  # the newest step whose copy was begun
         # A due step that was left out, and the reason: VOID at the fence, unless `seal` takes it.
         self._left_out: tuple[SnapshotTask, str] | None = None
+        self._begin_lock = threading.Lock()  # held while a snapshot begins, or is reported void
+        self._is_held = False  # whether no snapshot begins, because a new layout is being decided
 
     def take(
         self, step: int, is_marked: bool, pacing_plan: PacingPlan | None = None, skipped: HostCopy | None = None
@@ -86,15 +93,26 @@ class Snapshotter:
         began_s = time.perf_counter()
         task = self._left_out[0] if self._left_out else self.history.begin(step, began_s)
         self._left_out = None
-        try:
-            reason = self._begin(task, is_marked, pacing_plan, skipped)
-        except Exception as error:
-            # A failed snapshot must never end training.
-            reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
+        with self._begin_lock:
+            try:
+                reason = HELD if self._is_held else self._begin(task, is_marked, pacing_plan, skipped)
+            except Exception as error:
+                # A failed snapshot must never end training.
+                reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
         self.history.mark_s += time.perf_counter() - began_s
         if reason:
-            self._thread.void(task, reason)
+            self._void(task, reason)
         return not reason
+
+    def _void(self, task: SnapshotTask, reason: str) -> None:
+        """Ends a task without a snapshot, and reports the step as void."""
+        with self._begin_lock:
+            if not self._is_held:
+                self._thread.void(task, reason)
+                return
+        # Not reported: the daemon may have the decision that ends this epoch.
+        task.void(time.perf_counter(), reason)
+        self.history.ended(task)
 
     def _begin(
         self, task: SnapshotTask, is_marked: bool, pacing_plan: PacingPlan | None, skipped: HostCopy | None
@@ -102,10 +120,6 @@ class Snapshotter:
         """Starts the copy; returns why it can't, or an empty string."""
         if self.reporter.is_stale:
             return str(self.reporter.error)
-        if differs := mismatch(self.facts.placement.division, self.reporter.mismatched):
-            # Skip until a re-attach moves these leaves out of their cells. A restore would find the
-            # snapshot sealed, and the windows that it compares may happen to be equal.
-            return differs
         if self.reporter.slots_missing:
             self.reporter.slots_missing = False
             self._thread.give_back()
@@ -116,9 +130,14 @@ class Snapshotter:
             return plan.unrestorable
         if not self.slots.prepare(plan.save_plan, self.round.whole):
             return "slots of the new size are being made."
+        if self.facts.compares_all_for is not None and self.reporter.layout_report.ready < 0:
+            self.reporter.layout_report = replace(self.reporter.layout_report, ready=task.step)
+        if self.facts.compares_all_for is not None and not holds_at(task.step, self.reporter.layout.start):
+            return "not all ranks are ready for the new layout."
         tree = {**self.host.take(task.step, plan.tensor_index.names), "marked": is_marked}
         guard = WriteGuard(plan.tensor_index, plan.versions)
-        compares_all = task.step <= self.facts.compares_all_until
+        # While replicas differ, the digests of all bytes tell which leaves do.
+        compares_all = self.facts.compares_all(task.step, self.reporter.layout.start) or bool(self.reporter.mismatched)
         order = CopyOrder(
             plan.save_plan, self.slots.chunk_bytes, task.step, compares_all, pacing_plan, self.facts.failpoints,
             self.facts.at(task.step),
@@ -136,13 +155,13 @@ class Snapshotter:
 
     def void(self, step: int, reason: str) -> None:
         """Reports that this rank has no snapshot of `step`, and why."""
-        self._thread.void(self.history.begin(step, time.perf_counter()), reason)
+        self._void(self.history.begin(step, time.perf_counter()), reason)
 
     def fence(self) -> None:
         """Returns once no copy reads the live state any more."""
         if self._left_out is not None:
             # `seal` can't take the step any more, and the other ranks must know.
-            self._thread.void(*self._left_out)
+            self._void(*self._left_out)
             self._left_out = None
         handover, self._open = self._open, None
         if handover is None:
@@ -152,14 +171,6 @@ class Snapshotter:
             self.reporter.wake()  # the snapshot thread may wait for a slot
         self.engine.fence()
         handover.guard.close()
-
-    def hurry(self) -> None:
-        """Copies the rest of the open snapshot at once: a caller waits."""
-        self.engine.hurry()
-
-    def request(self, every: int) -> None:
-        """Requests this snapshot interval from the round; 0 requests none."""
-        self.reporter.requested_every = every
 
     @property
     def whole_step(self) -> int:
@@ -191,7 +202,7 @@ class Snapshotter:
         A step whose number counted calls of the optimizer never is. Also returns memfds to a daemon
         that was restarted meanwhile: perhaps no further mark comes that would.
         """
-        if self.round.is_discarded(step):
+        if self.round.is_discarded(step) or self._is_held:
             return False
         end = time.monotonic() + deadline_s
         is_whole = self.reporter.wait(step, deadline_s)
@@ -224,19 +235,32 @@ class Snapshotter:
         """Decides whether this rank's state misfits the placement, by the last snapshot."""
         return bool(self.planner.unplanned_leaves or self.reporter.mismatched)
 
-    def retire(self, deadline_s: float) -> bool:
-        """Closes all but the copy engine, which a new attach goes on to use.
+    # A new layout; a thread beside training calls these
 
-        Returns:
-            False, with nothing closed, if the snapshots do not end in time.
+    def hold(self, deadline_s: float) -> None:
+        """Begins no more snapshots, and waits until the last one has ended.
+
+        Raises:
+            ReftError: the last one does not end in time; snapshots go on.
         """
+        with self._begin_lock:
+            self._is_held = True
         try:
             self._thread.idle().result(deadline_s)
         except FutureTimeout:
-            return False
-        self.release()
+            self.resume()
+            raise ReftError(f"the last snapshot of this rank did not end within {deadline_s:.0f} s.") from None
+        self.reporter.close()  # the daemon refuses reports of this epoch once it has the decision
+
+    def resume(self) -> None:
+        """Lets snapshots begin again: the new layout was given up."""
+        with self._begin_lock:
+            self._is_held = False
+
+    def retire(self) -> None:
+        """Closes all but the copy engine and the registration, which the new layout keeps."""
+        self.slots.forget_lease()
         self._close()
-        return True
 
     def release(self) -> None:
         """Tells the daemon that the session is closed; ignores slots that are still being made."""

@@ -16,7 +16,9 @@ Invariants
      window that moves with the step. If two digests differ, s is void, and so are all later steps
      of this epoch, because their windows may lie elsewhere. Shards of replicas that differ do not
      make one state.
-  6. Reports carry the interval that each rank requests. Outcomes carry the agreed interval
+  6. Reports and outcomes also carry what the ranks agree on before a new layout
+     (core/commit/relayout.py). While that goes on, a node's round is pinned: it hears nothing.
+  7. Reports carry the interval that each rank requests. Outcomes carry the agreed interval
      (core/commit/snapshot_interval.py). If only some ranks take a step, because others do not know
      a new interval yet, then the others' reports on a later step make that step void.
 
@@ -37,6 +39,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
 
+from reft.core.commit.relayout import LayoutOutcome, LayoutReport, combine
 from reft.core.commit.snapshot_interval import SnapshotInterval, next_interval
 
 FAN_OUT = 16
@@ -113,6 +116,7 @@ class Outcome:
         open: undecided steps newer than `whole`: some rank sealed them, no rank reported them void.
         mismatched: cells whose replicas differed at some step of this epoch.
         interval: the newest agreed interval.
+        layout: what the ranks agree on before a new layout.
     """
 
     whole: int = -1
@@ -120,6 +124,7 @@ class Outcome:
     open: frozenset[int] = frozenset()
     mismatched: frozenset[int] = frozenset()
     interval: SnapshotInterval = SnapshotInterval()  # noqa: RUF009 - a named tuple never changes
+    layout: LayoutOutcome = field(default_factory=LayoutOutcome)
 
     def decides(self, step: int) -> bool:
         """Whether the step is decided, whole or void."""
@@ -138,6 +143,7 @@ class Outcome:
             frozenset(still_open),
             self.mismatched | outcome.mismatched,
             max(self.interval, outcome.interval),
+            self.layout.merge(outcome.layout),
         )
 
 
@@ -169,16 +175,19 @@ class Round:
         nodes: how many nodes the manifest names.
         ranks: the ranks that train on this node.
         outcome: what this node knows of the coordinator's decisions.
+        is_pinned: whether this node learns nothing more, because a new layout is being decided.
     """
 
     index: int
     nodes: int
     ranks: frozenset[int]
     outcome: Outcome = field(default_factory=Outcome)
+    is_pinned: bool = False
     _reports: dict[tuple[str, int], StepReport] = field(default_factory=dict)
     _digests: dict[int, dict[int, int]] = field(default_factory=dict)
     _mismatched: set[int] = field(default_factory=set)  # undecided steps whose replicas differ
     _requests: dict[tuple[str, int], int] = field(default_factory=dict)
+    _layouts: dict[tuple[str, int], LayoutReport] = field(default_factory=dict)
 
     def hear_rank(self, rank: int, report: StepReport, digests: Digests = NO_DIGESTS) -> bool:
         """Takes the report of a local rank; True if there is news to pass on.
@@ -223,6 +232,19 @@ class Round:
         is_news = self._note_mismatched(mismatched)
         return self._hear(("node", child), report, digests) or is_news
 
+    def hear_layout(self, rank: int, layout: LayoutReport) -> bool:
+        """Takes what a local rank reports on layouts; True if there is news."""
+        return self._hear_layout(("rank", rank), layout)
+
+    def hear_child_layout(self, child: int, layout: LayoutReport) -> bool:
+        """Takes what the subtree below `child` reports on layouts; True if there is news."""
+        return self._hear_layout(("node", child), layout)
+
+    @property
+    def layout(self) -> LayoutReport:
+        """What this node's subtree reports on layouts."""
+        return combine(self._layouts.values(), self._sources)
+
     def hear_request(self, rank: int, every: int) -> None:
         """Takes a local rank's request: a snapshot each `every`-th step; 0 means no request yet."""
         self._requests["rank", rank] = every
@@ -236,7 +258,7 @@ class Round:
     def hear_outcome(self, outcome: Outcome) -> bool:
         """Takes the coordinator's decisions; True if they are news."""
         merged = self.outcome.merge(outcome)
-        if merged == self.outcome:
+        if merged == self.outcome or self.is_pinned:
             return False
         self.outcome = merged
         for source, report in self._reports.items():
@@ -254,11 +276,14 @@ class Round:
     def has_news(self) -> bool:
         """Whether `report()` tells the coordinator more than it has decided.
 
-        The news concerns newer steps, or a step that is open in the outcome.
+        The news concerns newer steps, a step that is open in the outcome, or a new layout.
         """
         report = self.report()
         is_answered = any(report.answer(step) is not None for step in self.outcome.open)
-        return bool(report.sealed or report.pending) or report.until > self.outcome.until or is_answered
+        has_layout_news = self.outcome.layout.after(self.layout) != self.outcome.layout
+        return (
+            bool(report.sealed or report.pending) or report.until > self.outcome.until or is_answered or has_layout_news
+        )
 
     def report(self) -> StepReport:
         """Returns the complete report of this node's subtree, to be sent to the parent."""
@@ -285,7 +310,18 @@ class Round:
         """How many ranks and nodes report to this node."""
         return len(self.ranks) + len(children_of(self.index, self.nodes))
 
+    def _hear_layout(self, source: tuple[str, int], layout: LayoutReport) -> bool:
+        before = self._layouts.get(source, LayoutReport())
+        if self.is_pinned:
+            return False
+        merged = self._layouts[source] = before.merge(layout)
+        if self.index == 0:
+            self.hear_outcome(replace(self.outcome, layout=self.outcome.layout.after(self.layout)))
+        return merged != before
+
     def _hear(self, source: tuple[str, int], report: StepReport, digests: Digests) -> bool:
+        if self.is_pinned:
+            return False
         is_news = self.hear_outcome(Outcome(report.since, report.since))
         before = self._reports.get(source, NOTHING)
         after = before.merge(report).without_decided(self.outcome)

@@ -325,22 +325,40 @@ class SurveyReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[SurveyedNode, _Mapping]]] = ...) -> None: ...
 
 class DecideRequest(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest")
+    __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest", "trainers")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    TRAINERS_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
     dropped: _containers.RepeatedScalarFieldContainer[str]
     base_manifest: Manifest
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+    trainers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., trainers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecideReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("job", "epoch", "undo")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UNDO_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    undo: bool
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., undo: bool = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("whole",)
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    whole: int
+    def __init__(self, whole: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank", "pid", "pid_start", "parent", "slots", "data_bytes", "table_bytes", "chunk_bytes", "cpus")
@@ -414,8 +432,28 @@ class StepReport(_message.Message):
     pending: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, since: _Optional[int] = ..., until: _Optional[int] = ..., sealed: _Optional[_Iterable[_Union[SealedStep, _Mapping]]] = ..., pending: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class LayoutReport(_message.Message):
+    __slots__ = ("wanted", "joined", "ready")
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    wanted: int
+    joined: int
+    ready: int
+    def __init__(self, wanted: _Optional[int] = ..., joined: _Optional[int] = ..., ready: _Optional[int] = ...) -> None: ...
+
+class LayoutOutcome(_message.Message):
+    __slots__ = ("wanted", "joined", "start")
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    wanted: int
+    joined: int
+    start: int
+    def __init__(self, wanted: _Optional[int] = ..., joined: _Optional[int] = ..., start: _Optional[int] = ...) -> None: ...
+
 class ReportRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "steps", "wait_ms", "trouble", "requested_every")
+    __slots__ = ("job", "epoch", "rank", "steps", "wait_ms", "trouble", "requested_every", "layout")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -423,6 +461,7 @@ class ReportRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     REQUESTED_EVERY_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
@@ -430,10 +469,11 @@ class ReportRequest(_message.Message):
     wait_ms: int
     trouble: str
     requested_every: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., requested_every: _Optional[int] = ...) -> None: ...
+    layout: LayoutReport
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., requested_every: _Optional[int] = ..., layout: _Optional[_Union[LayoutReport, _Mapping]] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "until", "open", "slots_missing", "mismatched", "every", "interval_start")
+    __slots__ = ("whole", "until", "open", "slots_missing", "mismatched", "every", "interval_start", "layout")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -441,6 +481,7 @@ class ReportReply(_message.Message):
     MISMATCHED_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_START_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     whole: int
     until: int
     open: _containers.RepeatedScalarFieldContainer[int]
@@ -448,7 +489,8 @@ class ReportReply(_message.Message):
     mismatched: _containers.RepeatedScalarFieldContainer[int]
     every: int
     interval_start: int
-    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ...) -> None: ...
+    layout: LayoutOutcome
+    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank", "refused", "pid")
@@ -731,23 +773,25 @@ class PurgeReply(_message.Message):
     def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
-    __slots__ = ("job", "epoch", "node_index", "steps", "mismatched", "requested_every")
+    __slots__ = ("job", "epoch", "node_index", "steps", "mismatched", "requested_every", "layout")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     MISMATCHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTED_EVERY_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     node_index: int
     steps: StepReport
     mismatched: _containers.RepeatedScalarFieldContainer[int]
     requested_every: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., mismatched: _Optional[_Iterable[int]] = ..., requested_every: _Optional[int] = ...) -> None: ...
+    layout: LayoutReport
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., mismatched: _Optional[_Iterable[int]] = ..., requested_every: _Optional[int] = ..., layout: _Optional[_Union[LayoutReport, _Mapping]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("job", "epoch", "whole", "until", "open", "mismatched", "every", "interval_start")
+    __slots__ = ("job", "epoch", "whole", "until", "open", "mismatched", "every", "interval_start", "layout")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
@@ -756,6 +800,7 @@ class Outcome(_message.Message):
     MISMATCHED_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_START_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     whole: int
@@ -764,7 +809,8 @@ class Outcome(_message.Message):
     mismatched: _containers.RepeatedScalarFieldContainer[int]
     every: int
     interval_start: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ...) -> None: ...
+    layout: LayoutOutcome
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ...) -> None: ...
 
 class OutcomeReply(_message.Message):
     __slots__ = ()

@@ -24,6 +24,11 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.InventoryRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.InventoryReply.FromString,
                 )
+        self.Pin = channel.unary_unary(
+                '/reft.v1.Daemon/Pin',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.PinRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.PinReply.FromString,
+                )
         self.Decide = channel.unary_unary(
                 '/reft.v1.Daemon/Decide',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.DecideRequest.SerializeToString,
@@ -96,6 +101,12 @@ class DaemonServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Inventory(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,6 +196,11 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.Inventory,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.InventoryRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.InventoryReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.PinRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.PinReply.SerializeToString,
             ),
             'Decide': grpc.unary_unary_rpc_method_handler(
                     servicer.Decide,
@@ -287,6 +303,23 @@ class Daemon(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Inventory',
             reft_dot_v1_dot_daemon__pb2.InventoryRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.InventoryReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Pin',
+            reft_dot_v1_dot_daemon__pb2.PinRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.PinReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -2,75 +2,154 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from reft.client.attach import reattach as module
 from reft.client.attach.plan import recover
 from reft.client.attach.reattach import (
     NOTHING,
     PlacementReviews,
-    _end_snapshots,
     _reason,
     all_mismatched,
+    digest_of_leaves,
+    find_mismatched,
     given_up,
-    is_due,
+    hold,
 )
+from reft.client.link.rank_group import RanksMissing
+from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError
 from reft.wire.inventory import JobSurvey
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.support import attaches
-
-
-def test_reviews_are_due_at_powers_of_two():
-    assert [steps for steps in range(70) if is_due(steps)] == [2, 4, 8, 16, 32, 64]
+from tests.support.daemons import until
 
 
 class Exchange:
-    """A rank group of two ranks; the test gives the other rank's answers."""
+    """A rank group of two ranks; the test gives the other rank's answers, one after the other."""
 
-    def __init__(self, other: dict[str, Any] | Exception) -> None:
+    def __init__(self, *others: dict[str, Any] | Exception) -> None:
         self.group: object | None = object()
-        self.rank, self.other, self.met = 0, other, 0
+        self.rank, self.world, self.others, self.met = 0, 2, list(others), 0
 
     def gather_or_raise(self, act: Any, extra_s: float = 0, deadline_s: float | None = None) -> list[dict[str, Any]]:
         self.met += 1
-        if isinstance(self.other, Exception):
-            raise self.other
-        return [act(), self.other]
+        other = self.others.pop(0)
+        if isinstance(other, Exception):
+            raise other
+        return [act(), other]
 
     def close(self) -> None:
         self.group = None
 
 
-def snapshots(unplanned_leaves: tuple[str, ...] = (), retires: bool = True) -> Any:
+def reporter(**layout: int) -> Any:
     return SimpleNamespace(
-        misfits=lambda: bool(unplanned_leaves),
-        retire=lambda deadline_s: retires,
+        layout=LayoutOutcome(**layout),
+        layout_report=LayoutReport(),
+        send=lambda: None,
+        close=lambda: None,
+        mismatched=frozenset(),
     )
 
 
-def reviews(other: dict[str, Any] | Exception) -> Any:
-    return PlacementReviews(SimpleNamespace(rank_group=Exchange(other)), (), 10)  # type: ignore[arg-type]
+def snapshots(misfits: bool = False, **layout: int) -> Any:
+    return SimpleNamespace(
+        misfits=lambda: misfits, reporter=reporter(**layout), retire=lambda: None, facts=SimpleNamespace(epoch=OWN)
+    )
 
 
-def test_ranks_exchange_only_when_a_review_is_due():
-    it, held = reviews({"misfits": False}), snapshots()
-    assert all(it.at(step, held) is held for step in range(11, 75))
-    assert it.context.rank_group.met == 6
+def context_of(*others: dict[str, Any] | Exception) -> Any:
+    rank_group = Exchange(*others)
+    return SimpleNamespace(rank_group=rank_group, rank=0, settings=SimpleNamespace(failpoints=""))
 
 
-def test_a_missing_rank_ends_the_reviews_not_the_snapshots():
-    it, held = reviews(AttachError("not all came")), snapshots(("leaf",))
-    assert it.at(12, held) is held and it.at(14, held) is held
-    assert it.context.rank_group.met == 1
+def ended(reviews: PlacementReviews) -> PlacementReviews:
+    """Waits until the attempt has ended."""
+    assert reviews._thread is not None
+    reviews._thread.join(20)
+    assert not reviews._thread.is_alive()
+    return reviews
 
 
-def test_a_failed_reattach_ends_the_snapshots_not_training(caplog):
-    it = reviews({"misfits": True})
-    assert it.at(12, snapshots(retires=False)) is None
-    assert "takes no more snapshots" in caplog.text and it.context.rank_group.group is None
+@pytest.fixture
+def attempts(monkeypatch):
+    """Yields the results of attempts, which a test appends; the calls take them one by one."""
+    results: list[Any] = []
+
+    def attempt(*_: Any) -> Any:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result, SimpleNamespace(mismatched=["leaf"])
+
+    monkeypatch.setattr(module, "reattach", attempt)
+    return results
+
+
+def test_a_mark_without_a_difference_exchanges_nothing():
+    reviews, held = PlacementReviews(context_of(), (), 10), snapshots()
+    assert all(reviews.at(step, held) is held for step in range(11, 75))
+    assert reviews._thread is None and held.reporter.layout_report.joined == 0
+
+
+def test_a_misfit_is_reported_and_no_exchange_begins_before_all_ranks_wait():
+    reviews, held = PlacementReviews(context_of(), (), 10), snapshots(misfits=True)
+    assert reviews.at(11, held) is held and held.reporter.layout_report.joined == 1
+    assert reviews.at(12, held) is held, "the thread waits, and no mark does"
+    assert reviews.end(held) is held
+    assert not ended(reviews).context.rank_group.met
+
+
+def test_the_wish_of_another_rank_is_joined():
+    reviews, held = PlacementReviews(context_of(), (), 10), snapshots(wanted=1)
+    reviews.at(11, held)
+    assert held.reporter.layout_report.joined == 1
+    reviews.end(held)
+
+
+def test_a_later_mark_takes_the_new_snapshotter_and_the_old_one_is_closed(attempts, capsys):
+    reviews, held, new = PlacementReviews(context_of(), (), 10), snapshots(True, joined=1), snapshots()
+    closed = threading.Event()
+    held.retire = closed.set
+    attempts.append(new)
+    assert reviews.at(11, held) is held
+    until(lambda: reviews._ready is new, 20, what="the new snapshotter")
+    assert not closed.is_set(), "marks still use the old one"
+    assert reviews.at(12, held) is new and closed.wait(20)
+    assert "the placement was made anew; ranks differ in leaf" in capsys.readouterr().err
+    assert ended(reviews).at(13, new) is new and reviews.mismatched == ("leaf",)
+
+
+def test_a_failed_attempt_is_tried_again_at_a_later_mark(attempts, caplog):
+    reviews, held, new = PlacementReviews(context_of(), (), 10), snapshots(True, joined=1), snapshots()
+    attempts += [AttachError("no room"), new]
+    reviews.at(11, held)
+    ended(reviews)
+    assert "no room" in caplog.text and "Training goes on." in caplog.text
+    reviews.at(12, held)
+    assert held.reporter.layout_report.joined == 1, "one step after the first attempt it is too early"
+    reviews.at(13, held)
+    assert held.reporter.layout_report.joined == 2, "all ranks must wait anew"
+    held.reporter.layout = LayoutOutcome(2, 2)
+    until(lambda: reviews._ready is new, 20, what="the new snapshotter")
+    assert reviews.end(held) is new
+
+
+def test_a_missing_rank_ends_the_reviews_not_the_snapshots(attempts, caplog):
+    reviews, held = PlacementReviews(context_of(), (), 10), snapshots(True, joined=1)
+    attempts.append(RanksMissing("not all came"))
+    reviews.at(11, held)
+    ended(reviews)
+    assert "no longer reviews its placement" in caplog.text
+    held.reporter.layout = LayoutOutcome(2, 2)
+    assert all(reviews.at(step, held) is held for step in range(12, 40)) and not attempts
 
 
 BASE, OWN = Version(Epoch(2, b"b" * 16), 6), Epoch(3, b"c" * 16)
@@ -84,13 +163,34 @@ BASE, OWN = Version(Epoch(2, b"b" * 16), 6), Epoch(3, b"c" * 16)
 def test_the_base_is_the_newest_version_that_a_rank_or_daemon_knows_to_be_whole(known, told, newest):
     """A daemon that knows a whole version may have freed older data."""
     acts = []
-    ended = SimpleNamespace(
+    held = SimpleNamespace(
         round=SimpleNamespace(whole=known, is_discarded=lambda step: step <= 3),
-        retire=lambda deadline_s: acts.append("closed") or True,
-        slots=SimpleNamespace(daemon_whole=lambda: acts.append("asked") or (None if told is None else Version(OWN, told))),
-    )  # fmt: skip
-    assert tuple(_end_snapshots(8, ended)) == newest
-    assert acts == ["closed", "asked"], "what is asked for sooner may be let go of in between"
+        hold=lambda deadline_s: acts.append("held"),
+        facts=SimpleNamespace(epoch=OWN),
+    )
+    call = lambda *_: acts.append("pinned") or pb.PinReply(whole=told)  # noqa: E731
+    introduction: Any = SimpleNamespace(
+        is_leader=True, job=SimpleNamespace(id="job"), daemon=SimpleNamespace(call=call)
+    )
+    assert hold(context_of({"whole": list(NOTHING)}), introduction, held) == newest  # type: ignore[arg-type]
+    assert acts == ["held", "pinned"], "what is asked for sooner may be let go of in between"
+    assert hold(context_of({"whole": [4, 1]}), introduction, held) == (4, 1)  # type: ignore[arg-type]
+
+
+def test_leaves_are_compared_at_the_newest_step_that_all_ranks_have():
+    held: Any = SimpleNamespace(
+        leaf_digests=deque([(6, {"a\n0": "1"}), (7, {"a\n0": "2", "b\n0": "3"}), (8, {"a\n0": "4"})]),
+        reporter=SimpleNamespace(mismatched=frozenset()),
+    )
+    others = {6: digest_of_leaves({"a\n0": "1"}), 7: "another"}
+    context = context_of(
+        {"differs": True, "steps": {str(step): digest for step, digest in others.items()}},
+        {"digests": {"a\n0": "9", "b\n0": "3"}},
+    )
+    names = ["a", "b", "optimizer.a"]
+    assert find_mismatched(context, held, names, threading.Event()) == ["a", "optimizer.a"]
+    nothing = context_of({"differs": False, "steps": {}})
+    assert find_mismatched(nothing, held, names, threading.Event()) == []
 
 
 FIRST = attaches.begun()

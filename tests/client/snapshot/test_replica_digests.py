@@ -10,8 +10,9 @@ from reft.client.snapshot.replica_check import (
     WINDOW_BYTES,
     are_mismatched,
     capsule_digests,
-    digest,
+    digest_of,
     earlier_digests,
+    sample_sums,
     samples,
 )
 from reft.client.snapshot.save_plan import CellRuns, WriteItem
@@ -34,7 +35,7 @@ def bytes_of(seed: int) -> list[np.ndarray]:
 
 
 def digests(sources: list[np.ndarray], step: int, in_whole: bool, runs: CellRuns | None = None) -> list[int]:
-    return [digest(sample, sources) for sample in samples([runs or cell()], step, in_whole)]
+    return [digest_of(sample, sample_sums(sample, sources)) for sample in samples([runs or cell()], step, in_whole)]
 
 
 def test_equal_bytes_agree_and_a_bit_differs():

@@ -22,6 +22,7 @@ from reft.client.snapshot.task import SnapshotHistory
 from reft.client.state.host_state import HostState
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import place
+from reft.core.commit.relayout import LayoutOutcome
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import Slot, SlotState
 from reft.core.commit.version import Epoch, Version
@@ -67,6 +68,7 @@ class FakeReporter:
         self.woken.release()
 
     mismatched = frozenset()
+    layout = LayoutOutcome()
 
     def answer(self, step, answer, trouble="", digests=()) -> None:
         self.answers[step] = (answer, trouble)
