@@ -416,6 +416,7 @@ class FakeHeartbeatClient:
 
     def __init__(self, *arguments):
         self.is_stopped = False
+        self.whole = -1
 
     def begin(self, term):
         """Nothing."""

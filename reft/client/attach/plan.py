@@ -19,6 +19,7 @@ from reft.client.attach.introduce import Description, Introduction
 from reft.client.attach.inventory import Erasure
 from reft.client.link.exchange import together
 from reft.client.restore.reshard import is_reshaped
+from reft.client.restore.restore import RestoreResult
 from reft.config import Config
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision
@@ -40,20 +41,22 @@ class AttachTry:
 
     Attributes:
         number: 0 for the first try.
-        erased: slots and capsules that were found damaged in earlier tries.
+        erased: slots and capsules that were given up in earlier tries.
+        mismatched: those of them whose replicas differ, without any damage.
         first_survey: the survey of the first try, during later tries.
     """
 
     number: int = 0
     erased: frozenset[Erasure] = frozenset()
+    mismatched: frozenset[Erasure] = frozenset()
     first_survey: JobSurvey | None = None
 
-    def after(self, plan: AttachPlan, damaged: Collection[int], tries: int) -> AttachTry:
-        """Returns the next try: without the damaged slots and capsules of this try.
+    def after(self, plan: AttachPlan, result: RestoreResult, tries: int) -> AttachTry:
+        """Returns the next try: without the slots and capsules that this try gave up.
 
         Args:
             plan: the plan of this try.
-            damaged: the old ranks whose slots or capsules were damaged.
+            result: the old ranks whose slots or capsules were given up.
             tries: how many tries this attach has.
 
         Raises:
@@ -64,9 +67,10 @@ class AttachTry:
             raise RestoreError(f"every version of job {job} that was tried is damaged.", f"reft-cli purge {job}")
         assert plan.base is not None, "only a base can be damaged"
         recovery = plan.recovery
-        sources = [recovery.sources.get(rank) or recovery.capsules[rank] for rank in damaged]
-        erased = {(source.node, source.slot, plan.base) for source in sources}
-        return AttachTry(self.number + 1, self.erased | erased, self.first_survey or plan.survey)
+        sources = [recovery.sources.get(rank) or recovery.capsules[rank] for rank in result.damaged]
+        erased = frozenset((source.node, source.slot, plan.base) for source in sources)
+        mismatched = self.mismatched | erased if result.is_mismatched else self.mismatched
+        return AttachTry(self.number + 1, self.erased | erased, mismatched, self.first_survey or plan.survey)
 
 
 @dataclass(frozen=True)
@@ -147,17 +151,22 @@ def recover(job: str, survey: JobSurvey, erased: Collection[Erasure], may_start_
     return recovery
 
 
-def recover_at_start(settings: Config, job: str, survey: JobSurvey, erased: Collection[Erasure]) -> RecoveryPlan:
+def recover_at_start(settings: Config, job: str, survey: JobSurvey, attempt: AttachTry) -> RecoveryPlan:
     """Returns the base: an older one if restores of the newest ended too often.
+
+    A version whose replicas differ was never whole. So the job may start fresh if only such
+    versions were given up, and no daemon knows of a whole one.
 
     Args:
         settings: with "newest" as `restore`, the newest version is restored however often it was.
-        job, survey, erased: see `recover`.
+        job, survey: see `recover`.
+        attempt: what was given up.
 
     Raises:
         AttachError, RestoreError: see `recover`; or restores ended too often.
     """
-    recovery = recover(job, survey, erased, may_start_fresh(survey, erased))
+    erased = attempt.erased
+    recovery = recover(job, survey, erased, may_start_fresh(survey, erased - attempt.mismatched))
     count = survey.inventory.restores
     if recovery.base is None or count is None or not count.goes_back or settings.restore == "newest":
         return recovery

@@ -83,7 +83,7 @@ def run_attach(context: AttachContext) -> AttachResult:
         attempt = AttachTry()
         while True:
             survey = take_inventory(context, introduction, attempt.erased, attempt.first_survey)
-            recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt.erased)
+            recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt)
             ties, before = agreed_ties(context, stages, survey, recovery), ties
             changes = rebuild_structure(context, introduction, stages.tracked(ties), survey, recovery, counts)
             if ties != before or changes:
@@ -103,7 +103,7 @@ def run_attach(context: AttachContext) -> AttachResult:
             # Remove the state that this try has made: an older version may not have it.
             introduction.state.tracked.bind().rollback_to(introduction.state.tensor_index)
             memory.close()
-            attempt = attempt.after(plan, result.damaged, introduction.ranks.secrets.tries)
+            attempt = attempt.after(plan, result, introduction.ranks.secrets.tries)
 
 
 def agreed_ties(

@@ -20,6 +20,7 @@ from reft.client.attach.plan import (
     recover_at_start,
     refuse_fresh_start,
 )
+from reft.client.restore.restore import RestoreResult
 from reft.config import Config
 from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError, RestoreError
@@ -146,7 +147,7 @@ def looping(count: int, reached: int = -1) -> JobSurvey:
 
 
 def base_of(survey: JobSurvey, restore: str = "auto") -> int:
-    return recover_at_start(Config(restore=restore), "job", survey, ()).base.step
+    return recover_at_start(Config(restore=restore), "job", survey, AttachTry()).base.step
 
 
 def test_a_step_that_is_restored_again_and_again_is_given_up():
@@ -185,7 +186,7 @@ def test_after_damage_older_versions_are_tried_until_none_is_left():
             plan = planned(survey, attempt.erased)
             assert plan.base is not None
             bases.append(plan.base.step)
-            attempt = attempt.after(plan, damaged, tries=6)
+            attempt = attempt.after(plan, RestoreResult(tuple(damaged)), tries=6)
             survey = JobSurvey(survey.replies, before=attempt.first_survey)
     assert bases == [8, 7, 6] and attempt.number == 3
     assert {slot for _, slot, _ in attempt.erased} == {f"rank-1.slot-{step}" for step in (6, 7, 8)}
@@ -193,25 +194,25 @@ def test_after_damage_older_versions_are_tried_until_none_is_left():
 
 def test_a_damaged_capsule_is_erased_under_its_own_name():
     plan = planned(survey_of(FIRST, {"a": [8]}, a=[(1, 8)]), nodes="ac")
-    assert AttachTry().after(plan, [1], tries=4).erased == {("a", "capsule-1", Version(EPOCH, 8))}
+    assert AttachTry().after(plan, RestoreResult((1,)), tries=4).erased == {("a", "capsule-1", Version(EPOCH, 8))}
 
 
 def test_after_the_last_try_attach_fails():
     plan = planned(survey_of(FIRST, {"a": [8], "b": [8]}))
     attempt = AttachTry()
     for _ in range(2):
-        attempt = attempt.after(plan, [0], tries=3)
+        attempt = attempt.after(plan, RestoreResult((0,)), tries=3)
     with pytest.raises(
         RestoreError, match=r"every version of job job that was tried is damaged.\nFix: reft-cli purge job"
     ):
-        attempt.after(plan, [0], tries=3)
+        attempt.after(plan, RestoreResult((0,)), tries=3)
 
 
 def test_later_tries_remember_the_first_survey():
     first = planned(survey_of(FIRST, {"a": [7, 8], "b": [7, 8]}))
-    attempt = AttachTry().after(first, [1], tries=4)
+    attempt = AttachTry().after(first, RestoreResult((1,)), tries=4)
     second = planned(JobSurvey(first.survey.replies, before=attempt.first_survey), attempt.erased)
-    assert attempt.after(second, [1], tries=4).first_survey is first.survey
+    assert attempt.after(second, RestoreResult((1,)), tries=4).first_survey is first.survey
 
 
 # The decision

@@ -398,6 +398,16 @@ def test_ranks_that_train_separately_are_no_replicas(daemon):
     assert "ranks hold different bytes where they should be replicas" in trainers.errors()
 
 
+def test_ranks_whose_replicas_always_differed_start_fresh_again(daemon):
+    """Both ranks have sealed step 1, but no step was ever whole: a fresh start loses nothing."""
+    spec = Spec(daemon.address, steps=1, options={"apart": True, "seal_s": 2})
+    for _ in range(2):
+        trainers = Trainers(spec, 2)
+        assert trainers.wait() == [0, 0], trainers.errors()
+        assert [result["began"] for result in trainers.results()] == [0, 0]
+    assert "differs from its replicas" in trainers.errors()
+
+
 def test_ranks_that_train_separately_keep_their_state_with_protect_none(daemon):
     options = {"apart": True, "protect": "none"}
     plain = run(Spec(daemon.address, job="plain", options=options), 2)

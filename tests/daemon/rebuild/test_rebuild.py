@@ -329,7 +329,7 @@ def test_a_damaged_slot_and_a_lost_node_are_too_much_for_f_1(start):
         found = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
         document = json.loads(found.stdout)
         assert (found.exit_code, document["outcome"]) == (4, "unrecoverable")
-        assert "rank-2.slot-0 on n2: damaged." in " ".join(document["missing"])
+        assert "on node n2 is damaged (rank-2.slot-0)." in " ".join(document["missing"])
     until(lambda: not list(spare.folder.glob("job/*")), what="the spare daemon to forget the job")
 
 
