@@ -135,16 +135,6 @@ class StageFacts:
         )
 
 
-def named(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> TrackedObjects:
-    """Returns the tracked objects, with ties by the bytes. All ranks call it together.
-
-    Raises:
-        ReftError: see `introduce_stages`.
-    """
-    facts = introduce_stages(rank_group, make)
-    return facts.tracked(facts.ties_now(rank_group))
-
-
 def introduce_stages(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> StageFacts:
     """Returns the stages of all ranks. All ranks call it together.
 

@@ -52,16 +52,16 @@ class RestoreResult:
     Attributes:
         damaged: old ranks whose slots or capsules are damaged. If there are any, nothing counts as
             restored.
-        is_mismatched: whether these are given up because replicas differ, without any damage.
         tree: the restored host state. The generators in it come back last. None if nothing was
             restored.
         lines: messages for the user about state that each old rank had of its own.
+        is_mismatched: whether the old ranks are given up because replicas differ, without damage.
     """
 
     damaged: tuple[int, ...] = ()
-    is_mismatched: bool = False
     tree: Mapping[str, Any] | None = None
     lines: tuple[str, ...] = ()
+    is_mismatched: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def run_restore(
     """
     opened, opens = share(rank_group, restore.open, OpenReport)
     if damaged := damaged_at_open(opens):
-        return RestoreResult(damaged, not any(report.damaged for report in opens))
+        return RestoreResult(damaged, is_mismatched=not any(report.damaged for report in opens))
     match = restore.match(opened, opens, rank_group)
     tensors = together(rank_group, lambda: restore.make(match))
     for is_last in (False, True):

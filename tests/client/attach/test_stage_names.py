@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from reft.client.attach.arguments import AttachArguments
-from reft.client.attach.stage_names import introduce_stages, modules_of, named
+from reft.client.attach.stage_names import introduce_stages, modules_of
 from reft.errors import ConfigError
 from reft.schedules import Custom, Interleaved, OneFOneB, ZeroBubbleV
 from tests.client.snapshot.test_replica_check import Exchange
@@ -32,7 +32,8 @@ def agreed(requests: list[AttachArguments]) -> list[list[str]]:
     rank_group = Exchange(len(requests))
 
     def one(rank: int):
-        tracked = named(rank_group.of(rank), requests[rank].tracked)
+        stages = introduce_stages(rank_group.of(rank), requests[rank].tracked)
+        tracked = stages.tracked(stages.ties_now(rank_group.of(rank)))
         return [leaf.name for leaf in (*tracked.bind().leaves(), *tracked.predict())]
 
     with ThreadPoolExecutor(len(requests)) as pool:
