@@ -25,7 +25,8 @@ HOPS_MAX, BACK_MAX = 20, 2
 # before, which is not open here; `request` is about the interval.
 QUESTIONS = set(
     "is_marked modules cadence_facts interval outcome_delays is_stale mismatched whole voids is_capturing times stamp "
-    "__len__ chunk_bytes choose at __init__ to_plain storable finished fence close request".split()
+    "__len__ chunk_bytes choose at __init__ to_plain storable finished layout layout_report compares_all fence close "
+    "request".split()
 )
 
 
