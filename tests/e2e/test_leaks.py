@@ -64,6 +64,10 @@ def test_20_restarts_after_kills_leak_nothing(daemon: DaemonProcess):
         until(lambda: not any(rank.alive for rank in daemon.status("job").ranks), what="the daemon to see the deaths")
         if count == 4:
             before, files = usage_of(daemon.process.pid), sorted(daemon.folder.rglob("*"))
+    until(
+        lambda: usage_of(daemon.process.pid)["memory"] <= before["memory"] + SLACK_BYTES,
+        what="the daemon to free the buffers in which it digests slots that the dead ranks had not sealed",
+    )
     assert_flat(before, usage_of(daemon.process.pid), "daemon")
     assert sorted(daemon.folder.rglob("*")) == files
     assert run(Spec(daemon.address, steps=70), 2)[0]["from"] == "memory"

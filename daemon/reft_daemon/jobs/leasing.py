@@ -73,8 +73,8 @@ async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
         NoRoom, AttachError: new slots can't be made; slots that a trainer may write stay.
     """
     rank, geometry = request.rank, Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
-    headers = {slot.name: header_of(job.id, slot) for slot in job.slots.current_of_rank(rank)}
     empty_dropped(job)
+    headers = {slot.name: header_of(job.id, slot) for slot in job.slots.current_of_rank(rank)}
     names = fitting_slots(headers, geometry, request.slots)
     free_superfluous(job, names if len(names) < request.slots else job.slots.current)
     missing = slots_to_make(request.slots, len(names), holds_older(job, rank, names))
