@@ -14,6 +14,9 @@ SLACK_BYTES = 4 << 20  # an allocator's noise; one leaked snapshot of this model
 # Gradients and temporaries come and go in blocks of 2.5 MB. A leak of 1 % in each of 300 snapshots
 # is 24 MB.
 TRAINER_SLACK_BYTES = 16 << 20
+# gRPC keeps up to 3 MB for each rank that has read the head of its slot, until a later call. A leak
+# of 1 MB a restart is 15 MB.
+DAEMON_SLACK_BYTES = 12 << 20
 WIDE = {"width": 800}  # 8 MB of state
 
 
@@ -64,10 +67,6 @@ def test_20_restarts_after_kills_leak_nothing(daemon: DaemonProcess):
         until(lambda: not any(rank.alive for rank in daemon.status("job").ranks), what="the daemon to see the deaths")
         if count == 4:
             before, files = usage_of(daemon.process.pid), sorted(daemon.folder.rglob("*"))
-    until(
-        lambda: usage_of(daemon.process.pid)["memory"] <= before["memory"] + SLACK_BYTES,
-        what="the daemon to free the buffers in which it digests slots that the dead ranks had not sealed",
-    )
-    assert_flat(before, usage_of(daemon.process.pid), "daemon")
+    assert_flat(before, usage_of(daemon.process.pid), "daemon", DAEMON_SLACK_BYTES)
     assert sorted(daemon.folder.rglob("*")) == files
     assert run(Spec(daemon.address, steps=70), 2)[0]["from"] == "memory"
