@@ -123,7 +123,7 @@ def check_moment(seed: int, plain: TrainingResult, lose_again: bool) -> None:
     with Nodes(4, ranks_per_node=2) as nodes:
         moment = Moment.drawn(seed, nodes.world)
         nodes.note(str(moment))
-        nodes.launch("job", STEPS, failpoints=moment.failpoint)
+        nodes.launch("job", STEPS, failpoints=moment.failpoint, fails_later=not moment.in_restore)
         losses = [lose_at(nodes, moment)]
         if lose_again:
             nodes.await_protection(epoch=3 if moment.in_restore else 2)

@@ -266,14 +266,14 @@ class Nodes:
         self, job: str, steps: int, *, failpoints: str = "", environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (), restarts: int = 4, backend: str = "c10d", conf: Mapping[str, str] | None = None,
         fewest: int = 0, agent: str = "tests.support.agent", script: Sequence[str] = (), endpoint: str = "",
+        fails_later: bool = True,
     ) -> Training:  # fmt: skip
         """Starts a job's agents, and does not wait for them. An earlier job must have ended.
 
         Args:
             job: torchrun's --rdzv-id, which is also the job's name.
             steps: the number of steps to train.
-            failpoints: REFT_FAILPOINTS of the trainers on the first nodes. Nodes that join later
-                have none, so a fault of one attach does not come again at the next one.
+            failpoints: REFT_FAILPOINTS of all trainers, also on nodes that join later.
             environment: further variables of the trainers.
             arguments: further arguments of the script.
             restarts: how often an agent may restart its workers.
@@ -284,6 +284,8 @@ class Nodes:
                 runs only modules.
             script: the script in place of the demo's trainer; it gets the same arguments.
             endpoint: the address of a rendezvous store other than the switch's.
+            fails_later: whether trainers on nodes that join later have the failpoints, too. A
+                refused attach takes its epoch back, so a fault of that epoch would come again.
         """
         out = self.folder / job
         out.mkdir()
@@ -294,24 +296,27 @@ class Nodes:
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in {**RENDEZVOUS, **(conf or {})}.items()),
         ]  # fmt: skip
         script = [*(script or [TRAINER]), "--out", str(out), "--steps", str(steps), *arguments]
-        variables = {"REFT_CHUNK_BYTES": str(CHUNK_BYTES), **(environment or {})}
+        variables = {
+            "REFT_FAILPOINTS": failpoints if fails_later else "",
+            "REFT_CHUNK_BYTES": str(CHUNK_BYTES),
+            **(environment or {}),
+        }
         agents: list[Any] = []
         logs: list[Path] = []
         training = Training(job, self.world, out, agents, logs)
         self._launch = Launch(training, command, script, variables, agents, logs)
         for machine in self.living:
-            self._start_agent(machine, failpoints)
+            self._start_agent(machine, {"REFT_FAILPOINTS": failpoints})
         self.note(f"agents of job {job} are started")
         return training
 
-    def _start_agent(self, machine: Machine, failpoints: str = "") -> None:
+    def _start_agent(self, machine: Machine, environment_now: Mapping[str, str] | None = None) -> None:
         if self._launch is None:
             return
         command = [*self._launch.command, f"--local-addr={machine.living.address}", *self._launch.script]
         environment = {
             **LOCAL_ONLY, "GLOO_SOCKET_IFNAME": self._switch.interface, "REFT_DAEMON": machine.inside,
-            "REFT_FAILPOINTS": failpoints,
-            **self._launch.environment,
+            **self._launch.environment, **(environment_now or {}),
         }  # fmt: skip
         log = self._launch.training.out / f"{machine.name}.log"
         if "LOGLEVEL" in environment:  # torch reads this variable when it is imported
