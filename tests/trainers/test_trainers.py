@@ -57,9 +57,13 @@ ODD = {
     "tests/support/resumed_trainer.py": "hf",
 }
 # Minutes; run with -m "trainers and slow".
-SLOW = ("--ep 2",)
+# torchao's state is not foreseen, so a new layout comes in mid-run, with an epoch of its own. The
+# faults below count epochs, so these runs are not yet part of `make test-trainers`.
+SLOW = ("--ep 2", "torchao")
 OTHER_MOMENTS = [pytest.param(seed, marks=pytest.mark.chaos) for seed in (1, 2, 3)]
-ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in ("deepspeed", "megatron", "torchtitan")]
+ALONE = [
+    script for script, trainer in EXAMPLES.items() if trainer not in ("deepspeed", "megatron", "torchtitan", "torchao")
+]
 # Modules that a trainer's workers import. Each run imports them once, and forks.
 IMPORTS = {
     "hf": "transformers.trainer+transformers.models.gpt2.modeling_gpt2+accelerate",
