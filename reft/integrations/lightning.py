@@ -38,7 +38,7 @@ LOOPS = ("setup_data", "on_advance_end", "done", "restarting", "_restarting", "e
          "epoch_loop.automatic_optimization.optim_progress.reset_on_run", "state_dict", "load_state_dict")  # fmt: skip
 
 
-class Position:
+class FitPosition:
     """Lightning's position in the training, as an object for `reft.attach(state=...)`.
 
     Args:
@@ -124,7 +124,7 @@ class _Fit:
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
         _check(trainer)
         self._trainer, self._loop = trainer, trainer.fit_loop
-        self._position = Position(trainer)
+        self._position = FitPosition(trainer)
         state: dict[str, Any] = {"trainer": self._position, **_modules(trainer.callbacks)}
         state |= {f"lr{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -235,7 +235,7 @@ class _Fit:
         self.session.close()
 
 
-class _Callback:
+class _LightningCallback:
     """Protects the training of a lightning.Trainer, and restores it after a failure.
 
     Args:
@@ -291,7 +291,9 @@ class _Callback:
 def _callback_class() -> type:
     from lightning.pytorch import Callback
 
-    return type("ReftCallback", (_Callback, Callback), {"__doc__": _Callback.__doc__, "__module__": __name__})
+    return type(
+        "ReftCallback", (_LightningCallback, Callback), {"__doc__": _LightningCallback.__doc__, "__module__": __name__}
+    )
 
 
 def __getattr__(name: str) -> Any:

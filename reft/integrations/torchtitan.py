@@ -28,7 +28,7 @@ LOADER = "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader"
 OPTIONS = ("job", "tolerate", "protect", "every", "slots")
 
 
-class Position:
+class LoaderPosition:
     """The loader's position in the data, as plain values.
 
     torchtitan's own `state_dict` pickles the position, and reft never unpickles.
@@ -83,7 +83,7 @@ class _Manager:
         self._model_parts, self._optimizers = list(model_parts), list(optimizers.optimizers)
         self._state = {**states, "lr": lr_schedulers}
         if hasattr(dataloader, "state_dict"):
-            self._state["data"] = Position(dataloader)
+            self._state["data"] = LoaderPosition(dataloader)
         else:
             say("not covered: the data position. The loader has no state_dict.")
         if config.storage is not None:

@@ -58,7 +58,7 @@ RESUMING = (
 )
 
 
-class Position:
+class TrainerPosition:
     """Trainer's position in the training, as an object for `reft.attach(state=...)`.
 
     Args:
@@ -140,7 +140,7 @@ class _Run:
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
         _check(trainer)
         self._trainer = trainer
-        self._position = Position(trainer)
+        self._position = TrainerPosition(trainer)
         loss = nn.Module()
         # Trainer adds to this tensor in place, also between mark and fence. A buffer is copied at
         # the mark.
@@ -229,7 +229,7 @@ class _Run:
         self.session.close()
 
 
-class _Callback:
+class _TrainerCallback:
     """Protects the training of a transformers.Trainer, and restores it after a failure.
 
     Args:
@@ -283,7 +283,11 @@ class _Callback:
 def _callback_class() -> type:
     from transformers import TrainerCallback
 
-    return type("ReftCallback", (_Callback, TrainerCallback), {"__doc__": _Callback.__doc__, "__module__": __name__})
+    return type(
+        "ReftCallback",
+        (_TrainerCallback, TrainerCallback),
+        {"__doc__": _TrainerCallback.__doc__, "__module__": __name__},
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -70,12 +70,12 @@ def test_torchtitans_position_is_not_pickled_and_the_iterator_is_made_on_load():
     stateful.state_dict, stateful.load_state_dict = Loader.state_dict, Loader.load_state_dict
     pickling = type("ParallelAwareDataloader", (stateful,), {"state_dict": lambda self: {"rank_0": b"pickled"}})
     loader = pickling()
-    position = torchtitan.Position(loader)
+    position = torchtitan.LoaderPosition(loader)
     assert position.state_dict() == {"at": 3}
     position.load_state_dict({"at": 5})
     assert loader.state == {"at": 5} and loader.iterators == 2
     plain = Loader()
-    torchtitan.Position(plain).load_state_dict({"at": 7})
+    torchtitan.LoaderPosition(plain).load_state_dict({"at": 7})
     assert plain.state == {"at": 7} and plain.iterators == 0
 
 
@@ -130,10 +130,10 @@ def test_state_of_another_training_of_this_process_is_not_restored():
     fresh = SimpleNamespace(state=SimpleNamespace(global_step=0, is_world_process_zero=False))
     held = {"process": checks.this_process(), "state": {"global_step": 48}}
     with pytest.raises(ConfigError, match="this process has trained under this job's name before"):
-        transformers.Position(fresh).load_state_dict(held)
+        transformers.TrainerPosition(fresh).load_state_dict(held)
     loop = SimpleNamespace(state_dict=dict)
     with pytest.raises(ConfigError, match="this process has trained under this job's name before"):
-        lightning.Position(SimpleNamespace(global_step=0, fit_loop=loop)).load_state_dict(held)
+        lightning.FitPosition(SimpleNamespace(global_step=0, fit_loop=loop)).load_state_dict(held)
     checks.refuse_own(checks.this_process() + "1")
 
 

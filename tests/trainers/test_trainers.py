@@ -194,6 +194,25 @@ def test_one_process_killed_and_started_again(example, daemon):
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
+def killed_and_started_again(
+    example: Example, daemon: DaemonProcess, step: int, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Kills the example's one process after a step, starts it again, and returns its last run.
+
+    That run must go on from the step, and end like an undisturbed run.
+    """
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", **environment, **EVERY_STEP}
+    plain = example.run("plain", REFT_MODE="off")
+    assert plain.returncode == 0, plain.stderr
+    killed = example.run("killed", REFT_FAILPOINTS=f"snapshot.chunk:kill:from={step + 1}", **reft)
+    assert killed.returncode == -9, killed.stderr
+    after = example.run("after", **reft)
+    assert after.returncode == 0, after.stderr
+    assert restored(after) == [step]
+    assert_ends_alike(example.result("after"), example.result("plain"))
+    return after
+
+
 @pytest.mark.parametrize("step", [12, 15], ids=["the last of an epoch", "within an epoch"])
 def test_what_lightning_changes_after_a_batch_and_an_epoch_is_restored(step, daemon, tmp_path):
     """Restores what Lightning changes after a batch and an epoch.
@@ -202,16 +221,8 @@ def test_what_lightning_changes_after_a_batch_and_an_epoch_is_restored(step, dae
     metric, and modules of callbacks.
     """
     example = Example("tests/support/lightning_hooks.py", tmp_path)
-    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", **EVERY_STEP}
-    plain = example.run("plain", REFT_MODE="off")
-    assert plain.returncode == 0, plain.stderr
-    killed = example.run("killed", REFT_FAILPOINTS=f"snapshot.chunk:kill:from={step + 1}", **reft)
-    assert killed.returncode == -9, killed.stderr
-    after = example.run("after", **reft)
-    assert after.returncode == 0, after.stderr
-    assert restored(after) == [step]
+    after = killed_and_started_again(example, daemon, step)
     assert "what Hooked.on_save_checkpoint adds to a checkpoint" in after.stderr
-    assert_ends_alike(example.result("after"), example.result("plain"))
 
 
 @pytest.mark.parametrize(
@@ -220,16 +231,8 @@ def test_what_lightning_changes_after_a_batch_and_an_epoch_is_restored(step, dae
 def test_a_backbone_that_lightning_unfreezes_is_restored(step, order, daemon, tmp_path):
     """BackboneFinetuning unfreezes the backbone at step 4, and gives it a group of its own."""
     example = Example("tests/support/lightning_unfreezing.py", tmp_path)
-    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", "ORDER": order, **EVERY_STEP}
-    plain = example.run("plain", REFT_MODE="off")
-    assert plain.returncode == 0, plain.stderr
-    killed = example.run("killed", REFT_FAILPOINTS=f"snapshot.chunk:kill:from={step + 1}", **reft)
-    assert killed.returncode == -9, killed.stderr
-    after = example.run("after", **reft)
-    assert after.returncode == 0, after.stderr
-    assert restored(after) == [step]
+    after = killed_and_started_again(example, daemon, step, ORDER=order)
     assert ("1 group added to optimizer.0" in after.stderr) == (step > 4)
-    assert_ends_alike(example.result("after"), example.result("plain"))
 
 
 def test_trainer_resumes_from_its_own_checkpoint_and_then_from_memory(daemon, tmp_path):

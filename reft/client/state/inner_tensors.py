@@ -50,8 +50,8 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> Iterator[InnerTensor]:
     """Yields the plain tensors inside a tensor; of a plain tensor the tensor itself.
 
     Raises:
-        UnsupportedState: an inner tensor is no attribute of the instance, so a replaced one could
-            not be noticed.
+        UnsupportedState: an inner tensor is no attribute of the instance. Then reft can't notice
+            that another tensor has taken its place.
     """
     if not has_inner_tensors(tensor):
         yield InnerTensor((), (), tensor)
