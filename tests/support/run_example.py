@@ -166,6 +166,11 @@ KINDS = {
 
 def main() -> None:
     out, script, *arguments = sys.argv[1:]
+    # "first;second": the faults of each start. Epochs don't count starts: a new layout takes an
+    # epoch, too.
+    faults = os.environ.get("REFT_FAILPOINTS", "").split(";")
+    starts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    os.environ["REFT_FAILPOINTS"] = faults[starts] if starts < len(faults) else ""
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(script))  # as Python does
     if os.path.basename(script) == "torchtitan_llama.py":

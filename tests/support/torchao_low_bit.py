@@ -15,7 +15,8 @@ import reft
 
 BASES = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}
 OPTIMIZERS = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "AdamWFp8": AdamWFp8}
-WIDTH, RANK, STEPS = 64, 128, 16  # adapters of 8,192 elements: torchao keeps smaller ones in fp32
+WIDTH, RANK = 64, 128  # adapters of 8,192 elements: torchao keeps smaller ones in fp32
+STEPS = 60  # nobody foresees the state, so some steps pass until the ranks have a layout for it
 
 
 class Adapted(nn.Module):

@@ -57,13 +57,12 @@ ODD = {
     "tests/support/resumed_trainer.py": "hf",
 }
 # Minutes; run with -m "trainers and slow".
-# torchao's state is not foreseen, so a new layout comes in mid-run, with an epoch of its own. The
-# faults below count epochs, so these runs are not yet part of `make test-trainers`.
-SLOW = ("--ep 2", "torchao")
+SLOW = ("--ep 2",)
 OTHER_MOMENTS = [pytest.param(seed, marks=pytest.mark.chaos) for seed in (1, 2, 3)]
-ALONE = [
-    script for script, trainer in EXAMPLES.items() if trainer not in ("deepspeed", "megatron", "torchtitan", "torchao")
-]
+# A lost node takes state that nobody foresaw with it, until the ranks have a layout for that state.
+# `e2e/test_moves` waits for that layout; torchao's runs don't.
+NO_LOST_NODE = ("deepspeed", "megatron", "torchtitan", "torchao")
+ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in NO_LOST_NODE]
 # Modules that a trainer's workers import. Each run imports them once, and forks.
 IMPORTS = {
     "hf": "transformers.trainer+transformers.models.gpt2.modeling_gpt2+accelerate",
@@ -273,7 +272,7 @@ def test_a_killed_rank_and_then_all_of_them(example, seed, plain, daemon):
     """Kills one rank, then all ranks, in mid-copy; torchrun restarts them."""
     chance = random.Random(seed)
     rank, first, second = chance.randrange(2), chance.randrange(4, 8), chance.randrange(11, 16)
-    faults = f"snapshot.chunk:kill:from={first}:rank={rank}:epoch=1,snapshot.chunk:kill:from={second}:epoch=2"
+    faults = f"snapshot.chunk:kill:from={first}:rank={rank};snapshot.chunk:kill:from={second}"
     done = example.run_ranks("done", REFT_FAILPOINTS=faults, REFT_DAEMON=daemon.address, **EVERY_STEP)
     assert done.returncode == 0, done.stderr
     assert len(restored(done)) == 2
