@@ -20,8 +20,8 @@ from reft.core.recovery.restart_loop import RestoreCount
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
-PROTOCOL = 8
-OLDEST = 8  # the oldest protocol that this reft speaks beside PROTOCOL
+PROTOCOL = 9
+OLDEST = 9  # the oldest protocol that this reft speaks beside PROTOCOL
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 NODE_REPORTS_MAX = 512  # reports in one beat, the most severe first; the next beats have the rest

@@ -18,11 +18,14 @@ class Decision:
         base: the version that training starts from; None: training starts fresh.
         known: epochs of all earlier decisions that this attach knew of, the newest first. A full
             list also stands for all older epochs.
+        guard: the newest version, not newer than the base, that survives lost nodes. It stays until
+            a newer one is protected, through any number of attaches. None: there is none.
     """
 
     epoch: Epoch
     base: Version | None
     known: tuple[Epoch, ...] = ()
+    guard: Version | None = None
 
     def supersedes(self, epoch: Epoch) -> bool:
         """Whether this attach knew of `epoch`, and so ended it.

@@ -135,14 +135,46 @@ class RankLayout(_message.Message):
     def __init__(self, table: _Optional[int] = ..., cuts: _Optional[_Iterable[int]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("epoch", "base", "known")
+    __slots__ = ("epoch", "base", "known", "guard")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    GUARD_FIELD_NUMBER: _ClassVar[int]
     epoch: Epoch
     base: Version
     known: _containers.RepeatedCompositeFieldContainer[Epoch]
-    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., known: _Optional[_Iterable[_Union[Epoch, _Mapping]]] = ...) -> None: ...
+    guard: Version
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., known: _Optional[_Iterable[_Union[Epoch, _Mapping]]] = ..., guard: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+
+class Pins(_message.Message):
+    __slots__ = ("seq", "whole", "turn", "protected")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    PROTECTED_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    whole: int
+    turn: int
+    protected: int
+    def __init__(self, seq: _Optional[int] = ..., whole: _Optional[int] = ..., turn: _Optional[int] = ..., protected: _Optional[int] = ...) -> None: ...
+
+class GuardReport(_message.Message):
+    __slots__ = ("guarded", "lanes")
+    GUARDED_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    guarded: int
+    lanes: _containers.RepeatedCompositeFieldContainer[UnguardedLane]
+    def __init__(self, guarded: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ...) -> None: ...
+
+class UnguardedLane(_message.Message):
+    __slots__ = ("step", "lane", "words")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    lane: int
+    words: str
+    def __init__(self, step: _Optional[int] = ..., lane: _Optional[int] = ..., words: _Optional[str] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("protocol", "oldest", "job", "agent_pid")
@@ -199,7 +231,7 @@ class InventoryRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., end_orphans: bool = ..., known: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SlotHeader(_message.Message):
-    __slots__ = ("rank", "slot", "state", "version", "layout", "age_s", "data_bytes")
+    __slots__ = ("rank", "slot", "state", "version", "layout", "age_s", "data_bytes", "parity")
     RANK_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +239,7 @@ class SlotHeader(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     DATA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARITY_FIELD_NUMBER: _ClassVar[int]
     rank: int
     slot: str
     state: SlotState
@@ -214,7 +247,8 @@ class SlotHeader(_message.Message):
     layout: bytes
     age_s: float
     data_bytes: int
-    def __init__(self, rank: _Optional[int] = ..., slot: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., layout: _Optional[bytes] = ..., age_s: _Optional[float] = ..., data_bytes: _Optional[int] = ...) -> None: ...
+    parity: bool
+    def __init__(self, rank: _Optional[int] = ..., slot: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., layout: _Optional[bytes] = ..., age_s: _Optional[float] = ..., data_bytes: _Optional[int] = ..., parity: bool = ...) -> None: ...
 
 class CapsuleHeader(_message.Message):
     __slots__ = ("rank", "version", "unreplicated_bytes")
@@ -241,7 +275,7 @@ class OtherJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class InventoryReply(_message.Message):
-    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "troubles", "restores", "reached", "known")
+    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "troubles", "restores", "reached", "known", "guard_manifest")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +291,7 @@ class InventoryReply(_message.Message):
     RESTORES_FIELD_NUMBER: _ClassVar[int]
     REACHED_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
@@ -272,7 +307,8 @@ class InventoryReply(_message.Message):
     restores: RestoreCount
     reached: int
     known: _containers.RepeatedCompositeFieldContainer[KnownStep]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., troubles: _Optional[_Iterable[str]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownStep, _Mapping]]] = ...) -> None: ...
+    guard_manifest: Manifest
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., troubles: _Optional[_Iterable[str]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownStep, _Mapping]]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class KnownStep(_message.Message):
     __slots__ = ("step", "source")
@@ -325,20 +361,22 @@ class SurveyReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[SurveyedNode, _Mapping]]] = ...) -> None: ...
 
 class DecideRequest(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest", "trainers")
+    __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest", "trainers", "guard_manifest")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
+    GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
     dropped: _containers.RepeatedScalarFieldContainer[str]
     base_manifest: Manifest
     trainers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., trainers: _Optional[_Iterable[int]] = ...) -> None: ...
+    guard_manifest: Manifest
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., trainers: _Optional[_Iterable[int]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class DecideReply(_message.Message):
     __slots__ = ()
@@ -473,7 +511,7 @@ class ReportRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., requested_every: _Optional[int] = ..., layout: _Optional[_Union[LayoutReport, _Mapping]] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "until", "open", "slots_missing", "mismatched", "every", "interval_start", "layout")
+    __slots__ = ("whole", "until", "open", "slots_missing", "mismatched", "every", "interval_start", "layout", "pins")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +520,7 @@ class ReportReply(_message.Message):
     EVERY_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_START_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     whole: int
     until: int
     open: _containers.RepeatedScalarFieldContainer[int]
@@ -490,7 +529,8 @@ class ReportReply(_message.Message):
     every: int
     interval_start: int
     layout: LayoutOutcome
-    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ...) -> None: ...
+    pins: Pins
+    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank", "refused", "pid")
@@ -575,6 +615,24 @@ class KeepRequest(_message.Message):
 class KeepReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class OpenBulkRequest(_message.Message):
+    __slots__ = ("job", "epoch")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ...) -> None: ...
+
+class OpenBulkReply(_message.Message):
+    __slots__ = ("port", "ticket", "address")
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    ticket: bytes
+    address: str
+    def __init__(self, port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., address: _Optional[str] = ...) -> None: ...
 
 class SecureRequest(_message.Message):
     __slots__ = ("job", "epoch")
@@ -683,7 +741,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ..., slots: _Optional[int] = ..., wanted_slots: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "held_bytes", "peak_bytes", "signals")
+    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "held_bytes", "peak_bytes", "signals", "exchange")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -702,6 +760,7 @@ class JobStatus(_message.Message):
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
     SIGNALS_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     world: int
@@ -720,7 +779,28 @@ class JobStatus(_message.Message):
     held_bytes: int
     peak_bytes: int
     signals: _containers.RepeatedCompositeFieldContainer[NodeSignal]
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ...) -> None: ...
+    exchange: ExchangeStatus
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ..., exchange: _Optional[_Union[ExchangeStatus, _Mapping]] = ...) -> None: ...
+
+class ExchangeStatus(_message.Message):
+    __slots__ = ("protected", "protected_age_s", "turn", "turn_age_s", "turn_bytes", "received_bytes", "bytes_per_s", "lanes")
+    PROTECTED_FIELD_NUMBER: _ClassVar[int]
+    PROTECTED_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    TURN_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    TURN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    protected: int
+    protected_age_s: float
+    turn: int
+    turn_age_s: float
+    turn_bytes: int
+    received_bytes: int
+    bytes_per_s: float
+    lanes: _containers.RepeatedCompositeFieldContainer[UnguardedLane]
+    def __init__(self, protected: _Optional[int] = ..., protected_age_s: _Optional[float] = ..., turn: _Optional[int] = ..., turn_age_s: _Optional[float] = ..., turn_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots")
@@ -773,7 +853,7 @@ class PurgeReply(_message.Message):
     def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
-    __slots__ = ("job", "epoch", "node_index", "steps", "mismatched", "requested_every", "layout")
+    __slots__ = ("job", "epoch", "node_index", "steps", "mismatched", "requested_every", "layout", "guard")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -781,6 +861,7 @@ class GatherRequest(_message.Message):
     MISMATCHED_FIELD_NUMBER: _ClassVar[int]
     REQUESTED_EVERY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    GUARD_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     node_index: int
@@ -788,10 +869,11 @@ class GatherRequest(_message.Message):
     mismatched: _containers.RepeatedScalarFieldContainer[int]
     requested_every: int
     layout: LayoutReport
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., mismatched: _Optional[_Iterable[int]] = ..., requested_every: _Optional[int] = ..., layout: _Optional[_Union[LayoutReport, _Mapping]] = ...) -> None: ...
+    guard: GuardReport
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., mismatched: _Optional[_Iterable[int]] = ..., requested_every: _Optional[int] = ..., layout: _Optional[_Union[LayoutReport, _Mapping]] = ..., guard: _Optional[_Union[GuardReport, _Mapping]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("job", "epoch", "whole", "until", "open", "mismatched", "every", "interval_start", "layout")
+    __slots__ = ("job", "epoch", "whole", "until", "open", "mismatched", "every", "interval_start", "layout", "pins")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
@@ -801,6 +883,7 @@ class Outcome(_message.Message):
     EVERY_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_START_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     whole: int
@@ -810,7 +893,8 @@ class Outcome(_message.Message):
     every: int
     interval_start: int
     layout: LayoutOutcome
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ...) -> None: ...
+    pins: Pins
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
 
 class OutcomeReply(_message.Message):
     __slots__ = ()
@@ -1017,7 +1101,7 @@ class LeaseRecord(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., closed: bool = ...) -> None: ...
 
 class JobRecord(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole", "base_manifest", "holders", "dropped", "before", "restores")
+    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole", "base_manifest", "holders", "dropped", "before", "restores", "pins", "guard_manifest")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -1028,6 +1112,8 @@ class JobRecord(_message.Message):
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     RESTORES_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
@@ -1038,7 +1124,9 @@ class JobRecord(_message.Message):
     dropped: _containers.RepeatedScalarFieldContainer[str]
     before: JobRecord
     restores: RestoreCount
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., holders: _Optional[_Iterable[int]] = ..., dropped: _Optional[_Iterable[str]] = ..., before: _Optional[_Union[JobRecord, _Mapping]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ...) -> None: ...
+    pins: Pins
+    guard_manifest: Manifest
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., holders: _Optional[_Iterable[int]] = ..., dropped: _Optional[_Iterable[str]] = ..., before: _Optional[_Union[JobRecord, _Mapping]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class LeafEntry(_message.Message):
     __slots__ = ("name", "dtype", "shape", "stride", "nbytes", "staged", "global_shape", "global_offset", "offset", "place", "form")

@@ -542,6 +542,11 @@ class PeerStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.KeepRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.KeepReply.FromString,
                 )
+        self.OpenBulk = channel.unary_unary(
+                '/reft.v1.Peer/OpenBulk',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.OpenBulkRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.OpenBulkReply.FromString,
+                )
         self.Gather = channel.unary_unary(
                 '/reft.v1.Peer/Gather',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.GatherRequest.SerializeToString,
@@ -563,6 +568,12 @@ class PeerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Keep(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenBulk(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -594,6 +605,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Keep,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.KeepRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.KeepReply.SerializeToString,
+            ),
+            'OpenBulk': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenBulk,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.OpenBulkRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.OpenBulkReply.SerializeToString,
             ),
             'Gather': grpc.unary_unary_rpc_method_handler(
                     servicer.Gather,
@@ -634,6 +650,23 @@ class Peer(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Peer/Keep',
             reft_dot_v1_dot_daemon__pb2.KeepRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.KeepReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def OpenBulk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Peer/OpenBulk',
+            reft_dot_v1_dot_daemon__pb2.OpenBulkRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.OpenBulkReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
