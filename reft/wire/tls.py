@@ -46,6 +46,11 @@ class Tls:
         weakref.finalize(self, self._files.end).atexit = False
 
     @property
+    def paths(self) -> tuple[Path, Path, Path]:
+        """Returns the files of certificate, key and authorities."""
+        return self._files.paths
+
+    @property
     def generation(self) -> int:
         """Returns how often the contents of the files have changed."""
         return self._files.generation
@@ -78,13 +83,14 @@ class _CertificateFiles:
     """The three files, and their newest contents that fit together.
 
     Attributes:
+        paths: of certificate, key and authorities.
         content: key, certificate and authorities.
         generation: how often the contents have changed.
         wake: set to read the files now.
     """
 
     def __init__(self, cert: Path, key: Path, ca: Path) -> None:
-        self._cert, self._key, self._ca = cert, key, ca
+        self._cert, self._key, self._ca = self.paths = cert, key, ca
         self.content = self._read()
         self.generation = 0
         self.wake = threading.Event()
@@ -127,6 +133,20 @@ class _CertificateFiles:
                 f"{self._cert}, {self._key} and {self._ca} can't be used for TLS: {error}.",
                 "check --tls-cert, --tls-key and --tls-ca",
             ) from error
+
+
+def socket_context(cert: Path, key: Path, ca: Path, is_server: bool) -> ssl.SSLContext:
+    """Returns a context for plain sockets: mutual TLS, as on the channels.
+
+    Raises:
+        OSError: a file can't be read, or the files do not fit together.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(cert, key, password=_refuse)
+    context.load_verify_locations(ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _refuse() -> str:

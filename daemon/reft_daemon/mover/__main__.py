@@ -1,0 +1,54 @@
+"""`python -m reft_daemon.mover`: the mover's process. Only a daemon starts it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from reft.wire.process import set_oom_score
+from reft.wire.tls import socket_context
+from reft_daemon.mover.child import MoverChild
+from reft_daemon.mover.range_server import RangeServer
+
+OOM_SCORE = 900  # a lost mover costs one turn of the exchange
+NICE = 10
+BACKLOG = 128
+
+
+def main() -> None:
+    """Serves one daemon until the channel to the daemon ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--bytes-per-s", type=int, default=0)
+    parser.add_argument("--tls", type=Path, nargs=3)
+    settings = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    set_oom_score(OOM_SCORE)
+    os.nice(NICE)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a signal to the group is for the daemon, whose end ends this process
+    files = tuple(settings.tls or ())
+    # Each connection reads the files as they are now: they may be replaced while jobs run.
+    server_tls, client_tls = (
+        functools.partial(socket_context, *files, is_server=is_server) for is_server in (True, False)
+    )
+    family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
+    server = RangeServer(listener, server_tls if files else None, settings.bytes_per_s)
+    channel = socket.socket(fileno=settings.channel)
+    try:
+        MoverChild(channel, server, client_tls if files else None).run()
+    finally:
+        os._exit(0)  # threads may be waiting for other nodes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The channel between a daemon and its mover: one socket pair, a JSON object a message.
+
+    daemon                                      mover
+      offer   slots of a job, + descriptors ─►    serves these slots
+      grant   ticket of a job ───────────────►    admits one connection with this ticket
+      begin   parity slot, + descriptor ─────►    WRITING, zeros
+      pull    ranges of one source ──────────►    connects, folds the ranges into the parity slot
+      seal    ───────────────────────────────►    digests, SEALED; the parity slot is unmapped
+      drop    ───────────────────────────────►    unmaps a parity slot that is given up
+      cancel  ───────────────────────────────►    ends a pull
+      forget  a job ─────────────────────────►    serves the job no more; its slots are unmapped
+              ◄─────────────────────────── port   once, at the start
+              ◄──────────────────────── folded    bytes of a pull, every TELL_BYTES
+              ◄────────────────────────── done    each begin, pull, seal and forget, once
+
+Both sides are of one version, and the pair has no name, so no other process can send. A message is
+one datagram, at most MESSAGE_MAX bytes. The mover ends when the channel ends. A mover that ends
+answers nothing more: the daemon takes each command without an answer for failed. The parity slots
+of these commands stay WRITING, and are begun anew.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+MESSAGE_MAX: Final = 64 << 10
+DESCRIPTORS_MAX: Final = 64  # of one message
+
+ControlMessage = Mapping[str, Any]
+
+
+def send_message(channel: socket.socket, message: ControlMessage, descriptors: Sequence[int] = ()) -> None:
+    """Sends a message whole.
+
+    Raises:
+        BlockingIOError: the channel does not wait, and the other side has not read enough.
+        OSError: the channel has ended.
+        ValueError: the message is too long.
+    """
+    data = json.dumps(message, separators=(",", ":")).encode()
+    if len(data) > MESSAGE_MAX or len(descriptors) > DESCRIPTORS_MAX:
+        raise ValueError(
+            f"a message of {len(data)} bytes and {len(descriptors)} descriptors; the limits are {MESSAGE_MAX} and "
+            f"{DESCRIPTORS_MAX}."
+        )
+    passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    channel.sendmsg([data], passed)
+
+
+def receive_message(channel: socket.socket) -> tuple[ControlMessage, list[int]] | None:
+    """Returns the next message and its descriptors, which the caller owns; None at the end.
+
+    Raises:
+        BlockingIOError: the channel does not wait, and there is no message.
+        OSError: the channel has ended.
+    """
+    space = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
+    data, passed, _, _ = channel.recvmsg(MESSAGE_MAX, space, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, body in passed:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(body[: len(body) - len(body) % descriptors.itemsize])
+    return (json.loads(data), list(descriptors)) if data else None

@@ -1,0 +1,226 @@
+"""Tests real mover processes: parity as the oracle says, deaths, cancelled pulls, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.core.commit.slots import SlotState
+from reft.wire.tls import Tls
+from reft_daemon.mover.mover import Mover, MoverGone, MoverSettings, ParityWriter, PullFailed, SourceSlot
+from reft_daemon.mover.range_client import MoverAddress, RangePull
+from reft_daemon.mover.range_protocol import RangeStatus
+from tests.support.certificates import Certificates, why_not
+from tests.support.parity import CHUNK, SectionSource, at, expected_parity, memory_slot, section_source
+
+LANE = bytes(range(16))
+PIECE = 4 * CHUNK
+
+
+def run(act: Callable[[Mover], Coroutine[Any, Any, None]], settings: MoverSettings = MoverSettings()) -> None:  # noqa: B008
+    """Runs a test with a mover, which is its own source."""
+
+    async def with_mover() -> None:
+        mover = Mover(settings)
+        try:
+            await asyncio.wait_for(act(mover), 60)
+        finally:
+            await mover.close()
+
+    asyncio.run(with_mover())
+
+
+def offered(sources: Sequence[SectionSource]) -> list[SourceSlot]:
+    return [SourceSlot(source.slot, *source.place) for source in sources]
+
+
+async def pulled(
+    mover: Mover, writer: ParityWriter, sources: Sequence[SectionSource], source: SectionSource,
+    ranges: Sequence[tuple[int, int, int]], name: str = "localhost",
+) -> None:  # fmt: skip
+    ticket, port = await mover.grant("job", offered(sources))
+    address = MoverAddress("127.0.0.1", port, name)
+    await writer.pull(RangePull(address, ticket, at(7), source.rank, ranges), 30)
+
+
+def piece_ranges(nbytes: int, piece: int, piece_bytes: int = PIECE) -> list[tuple[int, int, int]]:
+    """Cuts a piece of a section into ranges of at most three chunks."""
+    begin, end = min(piece * piece_bytes, nbytes), min((piece + 1) * piece_bytes, nbytes)
+    return [(first, first - begin, min(3 * CHUNK, end - first)) for first in range(begin, end, 3 * CHUNK)]
+
+
+def pid_of(mover: Mover) -> int:
+    return mover._running.process.pid
+
+
+async def new_writer(mover: Mover, slot, nbytes: int = PIECE) -> ParityWriter:
+    return await mover.begin("job", slot, at(7), LANE, nbytes)
+
+
+@pytest.mark.parametrize("D", range(2, 7))
+def test_the_parity_of_each_holder_is_that_of_the_drawing(D):
+    noise = random.Random(D)
+    sizes = [(D - 1) * PIECE - (noise.randrange(2 * PIECE) if D > 2 else 0) * (i % 2) for i in range(D)]
+    sources = [section_source(rank, size, at(7)) for rank, size in enumerate(sizes)]
+
+    async def fold_all(mover: Mover) -> None:
+        for holder in range(D):
+            slot = memory_slot("parity", holder, PIECE)
+            slot.map.data[:] = 255  # an earlier parity
+            writer = await new_writer(mover, slot)
+            assert slot.map.reread().state is SlotState.WRITING
+            for source in sources[:holder] + sources[holder + 1 :]:
+                piece = (holder - source.rank - 1) % D
+                await pulled(mover, writer, sources, source, piece_ranges(sizes[source.rank], piece))
+            await writer.seal()
+            header = slot.map.reread()
+            assert (header.state, header.version, header.layout) == (SlotState.SEALED, at(7), LANE)
+            assert slot.map.bad_chunks() == []
+            assert slot.map.data[:PIECE].tobytes() == expected_parity([s.section for s in sources], holder, PIECE)
+        assert mover.moved_bytes == sum(sizes)
+
+    run(fold_all)
+
+
+def test_a_dead_mover_leaves_the_slot_unsealed_and_the_next_one_begins_anew():
+    source, slot = section_source(1, PIECE, at(7)), memory_slot("parity", 0, PIECE)
+    ranges = piece_ranges(PIECE, 0)
+
+    async def act(mover: Mover) -> None:
+        for folded in range(len(ranges)):
+            writer = await new_writer(mover, slot)
+            await pulled(mover, writer, [source], source, ranges[:folded])
+            os.kill(pid_of(mover), signal.SIGKILL)
+            with pytest.raises(MoverGone):
+                await writer.seal()
+            assert slot.map.reread().state is SlotState.WRITING
+        writer = await new_writer(mover, slot)
+        await pulled(mover, writer, [source], source, ranges)
+        await writer.seal()
+        assert slot.map.data[:PIECE].tobytes() == source.section
+
+    run(act)
+
+
+def test_a_refused_pull_counts_what_it_has_folded():
+    source, slot = section_source(1, PIECE, at(7)), memory_slot("parity", 0, PIECE)
+    source.slot.map.data[CHUNK + 2 * CHUNK] ^= 1
+    ranges = [(chunk * CHUNK, chunk * CHUNK, CHUNK) for chunk in range(4)]
+
+    async def act(mover: Mover) -> None:
+        writer = await new_writer(mover, slot)
+        with pytest.raises(PullFailed, match="changed in memory") as failed:
+            await pulled(mover, writer, [source], source, ranges)
+        assert (failed.value.folded, failed.value.status) == (2, RangeStatus.DAMAGED)
+        source.slot.map.data[CHUNK + 2 * CHUNK] ^= 1
+        await pulled(mover, writer, [source], source, ranges[failed.value.folded :])
+        await writer.seal()
+        assert slot.map.data[:PIECE].tobytes() == source.section
+
+    run(act)
+
+
+def test_a_cancelled_pull_has_ended_before_its_caller_goes_on():
+    """The source admits the connection, and then sends nothing."""
+    source, slot = section_source(1, PIECE, at(7)), memory_slot("parity", 0, PIECE)
+
+    async def act(mover: Mover) -> None:
+        asked = asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readexactly(40)
+            writer.write(bytes(16))
+            await reader.readexactly(48)
+            asked.set()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        address = MoverAddress("127.0.0.1", server.sockets[0].getsockname()[1], "localhost")
+        writer = await new_writer(mover, slot)
+        ranges = piece_ranges(PIECE, 0)
+        pull = asyncio.ensure_future(writer.pull(RangePull(address, bytes(32), at(7), 1, ranges), 60))
+        await asked.wait()
+        pid = pid_of(mover)
+        pull.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await pull
+        assert pull.cancelled() and not mover._running.waiting
+        assert pid_of(mover) == pid, "the mover answered, and was not killed"
+        await writer.drop()
+        await mover.forget("job")
+        server.close()
+
+    run(act)
+
+
+def test_a_forgotten_job_is_mapped_no_more():
+    source, slot = section_source(1, PIECE, at(7)), memory_slot("reft-parity-map", 0, PIECE)
+
+    async def act(mover: Mover) -> None:
+        writer = await new_writer(mover, slot)
+        await pulled(mover, writer, [source], source, piece_ranges(PIECE, 0))
+        maps = Path(f"/proc/{pid_of(mover)}/maps")
+        assert "reft-parity-map" in maps.read_text() and "rank-1.slot-0" in maps.read_text()
+        await mover.forget("job")
+        assert "reft-parity-map" not in maps.read_text() and "rank-1.slot-0" not in maps.read_text()
+        with pytest.raises(PullFailed):
+            await pulled(mover, writer, [], source, piece_ranges(PIECE, 0))
+
+    run(act)
+
+
+def test_the_mover_is_the_kernels_first_victim_and_ends_with_its_daemon():
+    async def act(mover: Mover) -> None:
+        await mover.port()
+        pid = pid_of(mover)
+        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 900
+        asyncio.get_running_loop().remove_reader(mover._running.channel)  # else the daemon would kill it
+        mover._running.channel.shutdown(socket.SHUT_RDWR)  # as at the daemon's death
+        assert await asyncio.to_thread(mover._running.process.wait, 30) == 0
+
+    run(act)
+
+
+def test_a_mover_that_does_not_answer_is_killed():
+    slot = memory_slot("parity", 0, PIECE)
+
+    async def act(mover: Mover) -> None:
+        writer = await new_writer(mover, slot)
+        os.kill(pid_of(mover), signal.SIGSTOP)
+        with pytest.raises(MoverGone, match="did not answer"):
+            await writer.pull(RangePull(MoverAddress("127.0.0.1", 1, ""), bytes(32), at(7), 1, []), 0.2)
+        await (await new_writer(mover, slot)).seal()
+
+    run(act)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_movers_use_the_certificates_of_their_daemons(tmp_path):
+    certificates = Certificates(tmp_path)
+    files = [Path(each) for each in certificates.flags("ours")[1::2]]
+    source, slot = section_source(1, PIECE, at(7)), memory_slot("parity", 0, PIECE)
+
+    async def act(mover: Mover) -> None:
+        writer = await new_writer(mover, slot)
+        with pytest.raises(PullFailed, match="certificate"):
+            await pulled(mover, writer, [source], source, piece_ranges(PIECE, 0), name="another.example.org")
+        await pulled(mover, writer, [source], source, piece_ranges(PIECE, 0))
+        await writer.seal()
+        assert slot.map.data[:PIECE].tobytes() == source.section
+        _, port = await mover.grant("job", offered([source]))
+        plain = socket.create_connection(("127.0.0.1", port), 5)
+        with plain, contextlib.suppress(ConnectionResetError):
+            plain.sendall(bytes(40))
+            assert not plain.recv(1 << 10).startswith(bytes(4)), "a caller without a certificate is not admitted"
+
+    run(act, MoverSettings(tls=Tls(*files)))

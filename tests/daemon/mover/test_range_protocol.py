@@ -1,0 +1,267 @@
+"""Tests ranges over loopback: tickets, refusals, damage, slots that are written again."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from reft.core.commit.slots import SlotState
+from reft_daemon.mover import range_client, range_server
+from reft_daemon.mover import range_protocol as protocol
+from reft_daemon.mover.range_client import MoverAddress, RangePull, SourceRefused
+from reft_daemon.mover.range_protocol import BrokenConnection, RangeRequest, RangeStatus
+from reft_daemon.mover.range_server import OfferedSlot, RangeServer, frame_of
+from tests.support.parity import CHUNK, at, fill, section_source
+
+TICKET = bytes(range(32))
+SECTION = 5 * CHUNK + 77
+
+
+@pytest.fixture
+def source():
+    return section_source(3, SECTION, at(7))
+
+
+@pytest.fixture
+def server(source):
+    made = RangeServer(socket.create_server(("127.0.0.1", 0)), None)
+    made.offer("job", [OfferedSlot(3, source.place, source.slot.map._slot)])
+    made.grant("job", TICKET)
+    threading.Thread(target=made.serve, daemon=True).start()
+    yield made
+    made._listener.close()
+
+
+def pull_of(server, ranges, ticket=TICKET, version=None, rank=3) -> RangePull:
+    address = MoverAddress("127.0.0.1", server.port, "localhost")
+    return RangePull(address, ticket, version or at(7), rank, ranges)
+
+
+def fetched(server, ranges, parity=None, **changes) -> bytes:
+    """Pulls ranges into parity; returns the parity."""
+    parity = np.zeros(8 * CHUNK, np.uint8) if parity is None else parity
+    pull = pull_of(server, ranges, **changes)
+    with contextlib.closing(range_client.connect(pull, None)) as connection:
+        list(range_client.fold_ranges(connection, pull, parity))
+    return parity.tobytes()
+
+
+def plain(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), 5)
+
+
+def test_ranges_in_any_order_and_of_any_length_arrive(server, source):
+    cuts = sorted({0, SECTION, *random.Random(1).sample(range(SECTION), 12)})
+    ranges = [(begin, begin, end - begin) for begin, end in zip(cuts, cuts[1:], strict=False)]
+    random.Random(2).shuffle(ranges)
+    assert fetched(server, ranges)[:SECTION] == source.section
+
+
+def test_a_range_asked_for_twice_is_given_twice(server, source):
+    parity = fetched(server, [(0, 0, CHUNK), (CHUNK, CHUNK, CHUNK), (0, 0, CHUNK)])
+    assert parity[: 2 * CHUNK] == bytes(CHUNK) + source.section[CHUNK : 2 * CHUNK], "XOR is not idempotent"
+
+
+def test_a_ticket_opens_one_connection(server):
+    fetched(server, [(0, 0, CHUNK)])
+    with pytest.raises(BrokenConnection, match="ticket"):
+        fetched(server, [(0, 0, CHUNK)])
+
+
+def test_an_unknown_ticket_opens_nothing(server):
+    with pytest.raises(BrokenConnection, match="ticket"):
+        fetched(server, [(0, 0, CHUNK)], ticket=bytes(32))
+
+
+def test_an_old_ticket_opens_nothing(server, monkeypatch):
+    monkeypatch.setattr(protocol, "TICKET_S", -1.0)
+    server.grant("job", bytes(32))
+    with pytest.raises(BrokenConnection, match="ticket"):
+        fetched(server, [(0, 0, CHUNK)], ticket=bytes(32))
+
+
+def test_a_ticket_of_another_job_finds_no_slot(server):
+    server.grant("other", bytes(32))
+    with pytest.raises(SourceRefused) as refused:
+        fetched(server, [(0, 0, CHUNK)], ticket=bytes(32))
+    assert refused.value.status is RangeStatus.GONE
+
+
+def test_the_server_reads_no_length_before_the_ticket(server):
+    """An opening is of fixed size: whatever follows a wrong ticket is never looked at."""
+    with plain(server) as connection:
+        connection.sendall(protocol.MAGIC + bytes(32) + struct.pack("<Q", 1 << 62))
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+
+
+def test_another_protocol_is_refused(server):
+    with plain(server) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: reft.example.org\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+
+
+def test_a_connection_without_an_opening_ends(server, monkeypatch):
+    monkeypatch.setattr(protocol, "CONNECT_S", 0.05)
+    with plain(server) as connection:
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("changes", "range_", "status"),
+    [
+        ({"version": at(8)}, (0, 0, CHUNK), RangeStatus.GONE),
+        ({"version": at(7, 2)}, (0, 0, CHUNK), RangeStatus.GONE),
+        ({"rank": 2}, (0, 0, CHUNK), RangeStatus.GONE),
+        ({}, (0, 0, 0), RangeStatus.OUTSIDE),
+        ({}, (SECTION - 1, 0, 2), RangeStatus.OUTSIDE),
+        ({}, ((1 << 64) - 1, 0, CHUNK), RangeStatus.OUTSIDE),
+        ({}, (0, 0, (1 << 32) - 1), RangeStatus.OUTSIDE),
+    ],
+)
+def test_what_a_source_does_not_have_is_refused_by_name(server, changes, range_, status):
+    with pytest.raises(SourceRefused) as refused:
+        fetched(server, [range_], **changes)
+    assert refused.value.status is status
+
+
+def test_a_range_longer_than_the_limit_is_refused(monkeypatch, server):
+    monkeypatch.setattr(protocol, "RANGE_MAX", CHUNK)
+    offered = server._offers["job"]
+    assert frame_of(offered, RangeRequest(at(7), 3, 0, CHUNK))[0] is RangeStatus.OK
+    assert frame_of(offered, RangeRequest(at(7), 3, 0, CHUNK + 1))[0] is RangeStatus.OUTSIDE
+
+
+def test_a_slot_that_is_being_written_is_gone(server, source):
+    fill(source.slot, at(9), bytes(CHUNK), SlotState.LANDED)
+    with pytest.raises(SourceRefused) as refused:
+        fetched(server, [(0, 0, CHUNK)], version=at(9))
+    assert refused.value.status is RangeStatus.GONE
+
+
+def test_a_flipped_bit_of_the_source_is_damage_of_its_chunk_alone(server, source):
+    source.slot.map.data[CHUNK + 2 * CHUNK + 5] ^= 1
+    assert fetched(server, [(0, 0, 2 * CHUNK)])[: 2 * CHUNK] == source.section[: 2 * CHUNK]
+    server.grant("job", TICKET)
+    with pytest.raises(SourceRefused) as refused:
+        fetched(server, [(2 * CHUNK + 100, 0, 8)])
+    assert refused.value.status is RangeStatus.DAMAGED
+
+
+def test_a_slot_written_again_during_the_digests_is_gone(server, source, monkeypatch):
+    def digest(frame: memoryview) -> int:
+        fill(source.slot, at(8), bytes(CHUNK + SECTION), SlotState.WRITING)
+        return 0
+
+    monkeypatch.setattr(protocol, "frame_digest", digest)
+    assert frame_of(server._offers["job"], RangeRequest(at(7), 3, 0, CHUNK))[0] is RangeStatus.GONE
+
+
+def test_damage_by_a_writer_is_no_damage_of_the_memory(server, source, monkeypatch):
+    real = range_server.chunk_digest
+
+    def digest(chunk):
+        fill(source.slot, at(8), bytes(CHUNK + SECTION), SlotState.WRITING)
+        return real(chunk)
+
+    monkeypatch.setattr(range_server, "chunk_digest", digest)
+    assert frame_of(server._offers["job"], RangeRequest(at(7), 3, 0, CHUNK))[0] is RangeStatus.GONE
+
+
+def test_a_slot_written_again_while_it_is_sent_is_not_folded(server, source, monkeypatch):
+    """The head has left, then a trainer writes the slot: the digest of the frame is wrong."""
+    send = protocol.send
+
+    def send_late(connection, data):
+        if isinstance(data, memoryview) and len(data):
+            fill(source.slot, at(8), bytes(CHUNK + SECTION), SlotState.WRITING)
+        send(connection, data)
+
+    monkeypatch.setattr(protocol, "send", send_late)
+    parity = np.zeros(8 * CHUNK, np.uint8)
+    with pytest.raises(BrokenConnection, match="wrong digest"):
+        fetched(server, [(0, 0, CHUNK)], parity)
+    assert not parity.any()
+
+
+def test_a_forgotten_job_ends_its_connections_and_tickets(server):
+    pull = pull_of(server, [(0, 0, CHUNK)])
+    with contextlib.closing(range_client.connect(pull, None)) as connection:
+        server.grant("job", bytes(32))
+        assert server.forget("job")
+        with pytest.raises(BrokenConnection):
+            list(range_client.fold_ranges(connection, pull, np.zeros(CHUNK, np.uint8)))
+    with pytest.raises(BrokenConnection, match="ticket"):
+        fetched(server, [(0, 0, CHUNK)], ticket=bytes(32))
+
+
+class FalseSource:
+    """A source that answers each request with bytes of the test's choice, then ends."""
+
+    def __init__(self, reply: bytes) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, args=(reply,), daemon=True).start()
+
+    def _serve(self, reply: bytes) -> None:
+        connection, _ = self._listener.accept()
+        connection.recv(protocol.OPENING_BYTES, socket.MSG_WAITALL)
+        connection.sendall(protocol.HEAD.pack(0, 0, 0))
+        connection.recv(protocol.REQUEST.size, socket.MSG_WAITALL)
+        connection.sendall(reply)
+        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(1 << 16):
+                pass
+
+
+FRAME = bytes(range(256)) * 16
+DIGEST = protocol.frame_digest(memoryview(FRAME))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        protocol.HEAD.pack(0, CHUNK, DIGEST)[:-1],
+        protocol.HEAD.pack(0, CHUNK, DIGEST) + FRAME[:-1],
+        protocol.HEAD.pack(0, CHUNK, DIGEST ^ 1) + FRAME,
+        protocol.HEAD.pack(0, CHUNK, DIGEST) + FRAME[:-1] + b"x",
+        protocol.HEAD.pack(0, CHUNK + 1, DIGEST) + FRAME,
+        protocol.HEAD.pack(0, 0, DIGEST),
+        protocol.HEAD.pack(0, (1 << 32) - 1, DIGEST) + FRAME,
+        protocol.HEAD.pack(1, CHUNK, DIGEST) + FRAME,
+        protocol.HEAD.pack(99, 0, 0),
+    ],
+)
+def test_no_broken_reply_is_folded(reply):
+    parity = np.zeros(CHUNK, np.uint8)
+    with pytest.raises(BrokenConnection):
+        fetched(FalseSource(reply), [(0, 0, CHUNK)], parity)
+    assert not parity.any()
+
+
+def test_a_right_reply_is_folded():
+    parity = np.ones(CHUNK, np.uint8)
+    with pytest.raises(BrokenConnection):  # the second range never comes
+        reply = protocol.HEAD.pack(0, CHUNK, DIGEST) + FRAME
+        fetched(FalseSource(reply), [(0, 0, CHUNK), (CHUNK, 0, CHUNK)], parity)
+    assert parity.tobytes() == bytes(byte ^ 1 for byte in FRAME)
+
+
+def test_a_source_that_sends_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(protocol, "FRAME_S", 0.05)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(BrokenConnection, match="0 of"):
+        list(range_client.fold_ranges(ours, pull_of_pair(), np.zeros(CHUNK, np.uint8)))
+
+
+def pull_of_pair() -> RangePull:
+    return RangePull(MoverAddress("", 0, ""), TICKET, at(7), 3, [(0, 0, CHUNK)])
