@@ -77,6 +77,7 @@ def placement_for(nodes: int) -> Placement:
         dict.fromkeys(digests, ()),
         dict.fromkeys(digests, nothing),
         dict.fromkeys(digests, 0),
+        dict.fromkeys(digests, 0),
     )
     domains = tuple(rank // RANKS for rank in range(world))
     return Placement(division, tuple(lanes), domains, "aec", F, 1 << 18)

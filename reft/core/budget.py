@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLOTS_BESIDE_BASE = 2  # slots that a rank begins with while older slots must be held
+SLOTS = 3  # slots of a rank, if the user asked for no number
+SLOTS_EXCHANGE = 4  # the same where state is exchanged: the protected version and the next one stay
 
 
 @dataclass(frozen=True)

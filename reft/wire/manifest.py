@@ -114,7 +114,7 @@ def placement_of(manifest: pb.Manifest, known_division: Division | None = None) 
         own = layouts_of(manifest)[0].names if scheme == "none" else set(manifest.mismatched)
         division = division_of(manifest, inline_bytes_max(domains), own)
     tolerate = None if manifest.tolerate < 0 else manifest.tolerate
-    return place(division, domains, scheme, tolerate, manifest.chunk_bytes)
+    return place(division, domains, scheme, tolerate, manifest.chunk_bytes, manifest.slots)
 
 
 def inline_bytes_max(domains: Sequence[int]) -> int:
@@ -129,7 +129,7 @@ def placing(manifest: pb.Manifest) -> tuple[object, ...]:
     """Returns the parts of a manifest that decide where bytes lie."""
     nodes = tuple((node.id, node.domain, tuple(node.ranks)) for node in manifest.nodes)
     layouts = tuple(manifest.layouts[i].digest for i in manifest.layout_of)
-    return nodes, manifest.protect, manifest.tolerate, manifest.chunk_bytes, layouts
+    return nodes, manifest.protect, manifest.tolerate, manifest.chunk_bytes, manifest.slots, layouts
 
 
 BYTES_MAX = 1 << 62  # of one leaf, so that sums fit into 64-bit integers

@@ -16,20 +16,38 @@ A source's *section* is the unreplicated section of its slot (core/coding/placem
 section counts as followed by zeros, which are not sent. If member i is lost, each other holder j
 has z_j, and gives piece (j - i - 1) mod D of source i by the XOR with its own column.
 
+    ranks, largest section first ─► lane 0: the largest, of as many domains │ lane 1: the next │ …
+
+Ranks of like size share a lane, so a lane has little padding.
+
 Invariants
-  1. Each rank with unreplicated bytes is in exactly one lane, or is exposed by name.
+  1. Each rank with unreplicated bytes is in exactly one lane, or is exposed by name. Such a rank
+     has no partner: one domain has more of these ranks than all other domains together.
   2. A lane has at most one member in each failure domain.
   3. A turn sends (D - 1) / (D - f) of a source's section, and a holder keeps f / (D - f) of the
      longest section.
   4. Pieces are multiples of chunk_bytes, unless the section is too short for that. So a receiver
      can ask for ranges that end at chunk borders.
+  5. The same sizes and domains give the same lanes on every rank and daemon. The numbers that name
+     the domains do not matter.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
 
-from reft.core.coding.erasure import ErasureCode
+from reft.core.coding.erasure import ErasureCode, code_for
+from reft.core.layout.layout import align
+
+GUARD_LOSSES = 1  # f: lost members of a lane that the exchange survives
+GUARD_WIDTH_MAX = 16  # members of a lane: a lost member is decoded from all the others
+PARITY_BUFFERS = 2  # of each holder: one for the protected version, one for the turn under way
+PIECE_UNIT = 4096  # bytes: pieces shorter than a chunk are multiples of this
+RANGE_MAX = 4 << 20  # bytes that one request asks for
 
 
 @dataclass(frozen=True)
@@ -37,7 +55,7 @@ class GuardLane:
     """The ranks that guard one another's unreplicated sections.
 
     Attributes:
-        members: one rank of each failure domain.
+        members: one rank of each failure domain, ascending.
         sizes: bytes of each member's section.
         code: how a holder's column becomes parity: D - 1 data shards, f parity shards.
         piece_bytes: size of a piece.
@@ -53,10 +71,26 @@ class GuardLane:
         """The number of members."""
         return len(self.members)
 
+    def is_without(self, ranks: Collection[int]) -> bool:
+        """Whether none of these ranks is a member."""
+        return all(member not in ranks for member in self.members)
+
     @property
     def parity_bytes(self) -> int:
         """Bytes of parity that each member's node keeps, in each of two buffers."""
         return self.code.f * self.piece_bytes
+
+    @property
+    def buffers_bytes(self) -> int:
+        """Bytes of both buffers of parity that each member's node keeps."""
+        return PARITY_BUFFERS * self.parity_bytes
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Names the lane, 16 bytes: parity of another digest is not parity of this lane."""
+        code = self.code
+        facts = (self.members, self.sizes, self.D, code.kind, code.k, code.f, code.w, self.piece_bytes)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
     def piece_of(self, source: int, holder: int) -> int:
         """Returns the number of the piece of a source that a holder keeps; both index `members`."""
@@ -66,3 +100,84 @@ class GuardLane:
         """Returns begin and end of a piece in its source's section, without the zeros behind it."""
         begin, size = piece * self.piece_bytes, self.sizes[source]
         return min(begin, size), min(begin + self.piece_bytes, size)
+
+    def sources_of(self, holder: int) -> list[int]:
+        """Returns the other members, in the order in which a holder asks them.
+
+        The position of a source in this list is its data shard in the holder's code. Each holder
+        begins with another source, so no source is asked by all holders at once.
+        """
+        return [(holder + i) % self.D for i in range(1, self.D)]
+
+    def requests(self, source: int, holder: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the ranges that a holder asks a source for: all bytes of its piece, in order.
+
+        A range ends at a border of chunks or with the piece. Only where a chunk is longer than
+        RANGE_MAX, ranges also end inside a chunk.
+
+        Args:
+            source: index of the source in `members`.
+            holder: index of the holder in `members`.
+            chunk_bytes: size of the chunks that the source's digests cover.
+
+        Yields:
+            Offset in the source's section, offset in the piece, and length; all in bytes.
+        """
+        begin, end = self.piece_range(source, self.piece_of(source, holder))
+        at = begin
+        while at < end:
+            border = (at + RANGE_MAX) // chunk_bytes * chunk_bytes
+            stop = min(border if border > at else at + RANGE_MAX, end)
+            yield at, at - begin, stop - at
+            at = stop
+
+
+def guard_lanes(sizes: Sequence[int], domains: Sequence[int], chunk_bytes: int) -> tuple[GuardLane, ...]:
+    """Returns the lanes of the ranks that have unreplicated bytes, the largest sections first.
+
+    Args:
+        sizes: bytes of each rank's section.
+        domains: failure domain of each rank.
+        chunk_bytes: size of a chunk of the slots.
+    """
+    return tuple(
+        _lane(sorted(members), sizes, chunk_bytes) for members in _deal(sizes, domains) if len(members) > GUARD_LOSSES
+    )
+
+
+def _lane(members: Sequence[int], sizes: Sequence[int], chunk_bytes: int) -> GuardLane:
+    sections = tuple(sizes[rank] for rank in members)
+    least = -(-max(sections) // (len(members) - GUARD_LOSSES))
+    piece_bytes = align(least, chunk_bytes if least > chunk_bytes else min(PIECE_UNIT, chunk_bytes))
+    return GuardLane(tuple(members), sections, code_for(len(members) - 1, GUARD_LOSSES), piece_bytes)
+
+
+def _deal(sizes: Sequence[int], domains: Sequence[int]) -> Iterator[list[int]]:
+    """Yields the members of each lane; a lane with one member has no partner.
+
+    Each lane takes the largest ranks that remain, of different domains. A domain with as many
+    remaining ranks as there are lanes must give one to each. All lanes are equally wide, but for
+    one member. So a lane has one member only where all other domains together have too few.
+    """
+    ranks_of: dict[int, list[int]] = {}  # domain → its ranks, the next one last
+    for rank in sorted((rank for rank, size in enumerate(sizes) if size), key=lambda rank: (sizes[rank], -rank)):
+        ranks_of.setdefault(domains[rank], []).append(rank)
+    count = sum(map(len, ranks_of.values()))
+    most = max(map(len, ranks_of.values()), default=0)
+    heads: list[tuple[int, int, int]] = []  # a heap: -size, rank and domain of each domain's next rank
+    for domain, ranks in ranks_of.items():
+        heappush(heads, (-sizes[ranks[-1]], ranks[-1], domain))
+    for lanes in range(max(most, -(-count // GUARD_WIDTH_MAX)), 0, -1):
+        width = -(-count // lanes)
+        due = {domain for domain, ranks in ranks_of.items() if len(ranks) == lanes} if lanes <= most else set()
+        chosen = set(due)
+        while len(chosen) < width:
+            _, rank, domain = heappop(heads)
+            if ranks_of[domain] and ranks_of[domain][-1] == rank:
+                chosen.add(domain)
+        yield [ranks_of[domain].pop() for domain in chosen]
+        count -= width
+        for domain in chosen:
+            if ranks_of[domain]:
+                rank = ranks_of[domain][-1]
+                heappush(heads, (-sizes[rank], rank, domain))

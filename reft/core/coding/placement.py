@@ -16,6 +16,9 @@
     a rank's slot data    | data shards | parity shards | unreplicated leaves |
                           each section begins at a multiple of chunk_bytes
 
+Unreplicated leaves are in no lane. Daemons exchange them after the step, in lanes of their own
+(core/coding/exchange.py).
+
 Invariants
   1. Every byte of a cell lies in exactly one data shard of one lane.
   2. Two shards of a stripe never lie in the same domain. So the loss of any f domains leaves at
@@ -31,11 +34,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple, get_args
 
-from reft.core.budget import format_bytes
+from reft.core.budget import SLOTS_EXCHANGE, format_bytes
 from reft.core.coding.erasure import ErasureCode, code_for
+from reft.core.coding.exchange import GUARD_LOSSES, GuardLane, guard_lanes
 from reft.core.layout.cells import Cell, Division
 from reft.core.layout.layout import ALIGNMENT, Layout, align
 from reft.core.text import counted
@@ -45,7 +50,7 @@ PACKET_ALIGNMENT = 8  # bytes: packets are XORed as 64-bit words
 PADDING_MAX = 16  # "auto" codes a lane only if the padding is at most 1/16 of the lane
 
 Scheme = Literal["auto", "aec", "arc", "none"]
-Reason = Literal["settings", "one domain", "few domains", "kept"]
+Reason = Literal["settings", "one domain", "few domains", "exchange", "slots", "kept"]
 
 
 class PaddedRange(NamedTuple):
@@ -175,6 +180,7 @@ class Placement:
         tolerate: lost domains to survive, as set by the user; None: chosen by the number of
             domains.
         chunk_bytes: alignment of the sections.
+        slots: number of slots of each rank; 0: unknown.
     """
 
     division: Division
@@ -183,6 +189,39 @@ class Placement:
     scheme: Scheme
     tolerate: int | None
     chunk_bytes: int
+    slots: int = 0
+
+    @cached_property
+    def guard_lanes(self) -> tuple[GuardLane, ...]:
+        """The lanes in which daemons exchange parity of unreplicated leaves; none without need.
+
+        There are none if the settings ask for no protection, if a rank has too few slots, or if all
+        ranks with such leaves are in one domain.
+        """
+        if self.scheme == "none" or self.tolerate == 0 or self.slots < SLOTS_EXCHANGE:
+            return ()
+        sizes = {digest: self.division.section_bytes[digest] for digest in dict.fromkeys(self.division.layout_of)}
+        return guard_lanes([sizes[digest] for digest in self.division.layout_of], self.domains, self.chunk_bytes)
+
+    def guard_lane_of(self, rank: int) -> tuple[int, int] | None:
+        """Returns the guard lane of a rank, and the rank's place in it; None if it has none.
+
+        Both are indices: of `guard_lanes`, and of the lane's `members`.
+        """
+        return self._guard_lane_of.get(rank)
+
+    @cached_property
+    def _guard_lane_of(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (number, member)
+            for number, lane in enumerate(self.guard_lanes)
+            for member, rank in enumerate(lane.members)
+        }
+
+    def parity_buffers_bytes(self, ranks: Collection[int]) -> int:
+        """Returns the bytes of parity that the node of these ranks keeps for other nodes."""
+        places = [place for rank in ranks if (place := self.guard_lane_of(rank))]
+        return sum(self.guard_lanes[number].buffers_bytes for number, _ in places)
 
     def lanes_of(self, cell: int) -> range:
         """Returns the indices of the lanes of a cell."""
@@ -248,7 +287,7 @@ class Exposure:
 
 
 def place(
-    division: Division, domains: Sequence[int], scheme: Scheme, tolerate: int | None, chunk_bytes: int
+    division: Division, domains: Sequence[int], scheme: Scheme, tolerate: int | None, chunk_bytes: int, slots: int = 0
 ) -> Placement:
     """Decides which shards of the cells each rank stores.
 
@@ -260,6 +299,7 @@ def place(
         tolerate: lost domains to survive. A cell in D domains survives at most D - 1. None: 1 for
             two domains or more, 2 for six or more.
         chunk_bytes: alignment of the sections of a slot, a multiple of 64.
+        slots: number of slots of each rank. With fewer than four nothing is exchanged.
 
     Raises:
         ValueError: an argument is out of range, or `domains` does not have one entry for each rank.
@@ -284,7 +324,7 @@ def place(
         for number, cell in enumerate(division.cells)
         for begin, nbytes, members in _cut_into_lanes(cell, domains)
     ]
-    return Placement(division, tuple(lanes), tuple(domains), scheme, tolerate, chunk_bytes)
+    return Placement(division, tuple(lanes), tuple(domains), scheme, tolerate, chunk_bytes, slots)
 
 
 def _cut_into_lanes(cell: Cell, domains: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -371,7 +411,9 @@ def capsule_holders(node: int, domains_of_nodes: Sequence[int], f: int) -> tuple
     return tuple(holders.values())[1:]
 
 
-def capsules_among(placement: Placement, nodes: Sequence[Collection[int]], node: int) -> tuple[Lane | None, list[int]]:
+def capsules_among(
+    placement: Placement, nodes: Sequence[Collection[int]], node: int
+) -> tuple[Lane | GuardLane | None, list[int]]:
     """Returns a node's narrowest lane with parity, and the nodes of this lane.
 
     (None, []) if the node has no lane with parity.
@@ -379,7 +421,7 @@ def capsules_among(placement: Placement, nodes: Sequence[Collection[int]], node:
     Suppose the lane survives f lost nodes, and f other nodes of the lane hold the capsule. If the
     capsule is lost, then more than f nodes of the lane are lost, so the lane is lost, too. So
     capsules survive everything that all lanes survive, also if nodes of several sharding groups are
-    lost.
+    lost. Lanes of the exchange count like any other.
 
     Args:
         placement: the placement of the job.
@@ -387,7 +429,8 @@ def capsules_among(placement: Placement, nodes: Sequence[Collection[int]], node:
         node: index of the node.
     """
     own_ranks = nodes[node]
-    lanes_of_node = (lane for lane in placement.lanes if lane.code.f and not lane.is_without(own_ranks))
+    lanes = (*placement.lanes, *placement.guard_lanes)
+    lanes_of_node = (lane for lane in lanes if lane.code.f and not lane.is_without(own_ranks))
     lane = min(lanes_of_node, key=lambda lane: lane.D, default=None)
     nodes_of_lane = [] if lane is None else [i for i, ranks in enumerate(nodes) if not lane.is_without(ranks)]
     return lane, nodes_of_lane
@@ -407,7 +450,7 @@ def holders_among(
         domains_of_nodes: failure domain of each node.
         node: index of the node.
     """
-    f = max((lane.code.f for lane in placement.lanes), default=0)
+    f = max((lane.code.f for lane in (*placement.lanes, *placement.guard_lanes)), default=0)
     lane, nodes_of_lane = capsules_among(placement, nodes, node)
     lane_holders: tuple[int, ...] = ()
     if lane is not None:
@@ -437,12 +480,30 @@ def exposures(placement: Placement) -> tuple[Exposure, ...]:
     entries = [
         Exposure(_sentence(*key, nbytes[key]), tuple(sorted(ranks[key])), nbytes[key], key[0]) for key in sorted(ranks)
     ]
+    return (*entries, *_exposures_of_unreplicated(placement))
+
+
+def _exposures_of_unreplicated(placement: Placement) -> Iterator[Exposure]:
+    """Yields the unreplicated leaves that do not survive as many lost domains as requested."""
     unreplicated = {digest: nbytes for digest, nbytes in placement.division.unreplicated_bytes.items() if nbytes}
-    owners = tuple(rank for rank, digest in enumerate(placement.division.layout_of) if digest in unreplicated)
-    if owners:
+    ranks: dict[tuple[Reason, int], list[int]] = {}
+    for rank, digest in enumerate(placement.division.layout_of):
+        if digest not in unreplicated:
+            continue
+        where = placement.guard_lane_of(rank)
+        if where is None:
+            ranks.setdefault(("slots" if _is_exchanged_with_more_slots(placement) else "kept", 0), []).append(rank)
+        elif (requested := _requested_losses(placement.guard_lanes[where[0]].D, placement.tolerate)) > GUARD_LOSSES:
+            ranks.setdefault(("exchange", requested), []).append(rank)
+    for (reason, requested), owners in sorted(ranks.items()):
         total = sum(unreplicated[placement.division.layout_of[rank]] for rank in owners)
-        entries.append(Exposure(_sentence("kept", 0, 0, total), owners, total, "kept"))
-    return tuple(entries)
+        yield Exposure(_sentence(reason, GUARD_LOSSES, requested, total), tuple(owners), total, reason)
+
+
+def _is_exchanged_with_more_slots(placement: Placement) -> bool:
+    """Whether only the number of slots keeps unreplicated leaves from being exchanged."""
+    wants = placement.scheme != "none" and placement.tolerate != 0 and len(set(placement.domains)) > 1
+    return wants and 0 < placement.slots < SLOTS_EXCHANGE
 
 
 def _weakness(lane: Lane, placement: Placement) -> tuple[Reason, int, int] | None:
@@ -466,6 +527,16 @@ def _sentence(reason: Reason, f: int, requested: int, nbytes: int) -> str:
         return (
             f"{format_bytes(nbytes)} survive {counted(f, 'lost domain')} and not {requested}: "
             f"their holders lie in {f + 1} domains."
+        )
+    if reason == "exchange":
+        return (
+            f"{format_bytes(nbytes)} have only one holder and are exchanged between nodes: they survive "
+            f"{counted(f, 'lost domain')} and not {requested}."
+        )
+    if reason == "slots":
+        return (
+            f"{format_bytes(nbytes)} have only one holder: lost with its node. Ranks with fewer than {SLOTS_EXCHANGE} slots "
+            "exchange nothing."
         )
     return (
         f"{format_bytes(nbytes)} have only one holder (unreplicated shards, or state that differs by rank): "

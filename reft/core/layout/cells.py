@@ -67,6 +67,8 @@ class Division:
             unreplicated section.
         unreplicated_bytes: digest → bytes of the unreplicated leaves without padding. Computed
             without listing the leaves.
+        section_bytes: digest → size of the unreplicated section, with padding. Computed without
+            listing the leaves.
     """
 
     cells: tuple[Cell, ...]
@@ -75,6 +77,7 @@ class Division:
     inline_leaves: Mapping[bytes, tuple[str, ...]]
     unreplicated: Mapping[bytes, Layout]
     unreplicated_bytes: Mapping[bytes, int]
+    section_bytes: Mapping[bytes, int]
 
 
 def divide(
@@ -130,7 +133,8 @@ def divide(
         cells_of={digest: tuple(numbers) for digest, numbers in cells_of.items()},
         inline_leaves=_OnDemand(own, lambda digest: divided(digest)[0]),
         unreplicated=_OnDemand(own, lambda digest: divided(digest)[1]),
-        unreplicated_bytes=_OnDemand(own, lambda digest: own[digest].unreplicated_bytes(inline_bytes_max)),
+        unreplicated_bytes=_OnDemand(own, lambda digest: own[digest].unreplicated_bytes(inline_bytes_max)[0]),
+        section_bytes=_OnDemand(own, lambda digest: own[digest].unreplicated_bytes(inline_bytes_max)[1]),
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reft.core.layout.layout import SMALL_BYTES, Leaf
+from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, Leaf
 from reft.core.layout.symbolic import WHOLE, LeafPattern, PatternTable, SymbolicLayout, leaves_of
 
 
@@ -65,10 +65,11 @@ class OwnLeaves:
         patterns = self.layout.table.patterns
         return leaves_of([patterns[i] for family in self.families for i in family.indices], self.layout.cuts)
 
-    def unreplicated_bytes(self, inline_bytes_max: int) -> int:
-        """Returns the bytes of the leaves that are not inline.
+    def unreplicated_bytes(self, inline_bytes_max: int) -> tuple[int, int]:
+        """Returns the bytes of the leaves that are not inline, and the size of their section.
 
         Small and staged leaves are inline, the smallest first, up to `inline_bytes_max` in total.
+        The section is larger by the padding behind each leaf.
         """
         axis_sizes = tuple(cut.size for cut in self.layout.cuts)
         return self.sizes.unreplicated_bytes(axis_sizes, self.families, inline_bytes_max)
@@ -88,7 +89,7 @@ class LeafSizes:
                 if axis != WHOLE:
                     self._axes[i, dim] = axis
         self._staged = np.array([pattern.staged for pattern in table.patterns], np.bool_)
-        self._cache: dict[tuple[object, ...], int] = {}
+        self._cache: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def of(self, sizes: Sequence[int]) -> NDArray[np.int64]:
         """Returns the bytes of each leaf, int64 [leaves].
@@ -101,8 +102,8 @@ class LeafSizes:
 
     def unreplicated_bytes(
         self, sizes: tuple[int, ...], families: tuple[PatternFamily, ...], inline_bytes_max: int
-    ) -> int:
-        """Returns the bytes of the leaves that are not inline; see `OwnLeaves.unreplicated_bytes`.
+    ) -> tuple[int, int]:
+        """Returns what `OwnLeaves.unreplicated_bytes` does.
 
         The result is cached: it is the same for all ranks whose runs have these sizes.
         """
@@ -110,8 +111,11 @@ class LeafSizes:
         if key not in self._cache:
             indices = np.array([i for family in families for i in family.indices], np.int64)
             nbytes = self.of(sizes)[indices]
-            inline = np.sort(nbytes[self._staged[indices] | (nbytes < SMALL_BYTES)]).cumsum()
-            self._cache[key] = int(nbytes.sum()) - int(inline[inline <= inline_bytes_max].max(initial=0))
+            padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+            inline = np.sort(nbytes[self._staged[indices] | (nbytes < SMALL_BYTES)])
+            inline = inline[inline.cumsum() <= inline_bytes_max]
+            inline_padded = -(-inline // ALIGNMENT) * ALIGNMENT
+            self._cache[key] = int(nbytes.sum() - inline.sum()), int(padded.sum() - inline_padded.sum())
         return self._cache[key]
 
 

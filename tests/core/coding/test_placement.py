@@ -31,7 +31,7 @@ def cell_of(nbytes: int, *counts: int) -> tuple[Division, list[int]]:
     """
     domains = [domain for domain, count in enumerate(counts) for _ in range(count)]
     cell = Cell((), (), nbytes, tuple(range(len(domains))))
-    return Division((cell,), (b"",) * len(domains), {b"": (0,)}, {b"": ()}, {b"": NO_KEPT}, {b"": 0}), domains
+    return Division((cell,), (b"",) * len(domains), {b"": (0,)}, {b"": ()}, {b"": NO_KEPT}, {b"": 0}, {b"": 0}), domains
 
 
 def placed(nbytes: int, counts, scheme="auto", tolerate=None) -> Placement:

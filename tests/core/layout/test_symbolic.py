@@ -183,6 +183,7 @@ def test_the_division_equals_that_of_the_listed_leaves(mesh, rows, inline_bytes_
         kept = division.unreplicated[digest]
         assert {*division.inline_leaves[digest], *(leaf.name for leaf in kept.leaves)} == own[rank]
         assert division.unreplicated_bytes[digest] == kept.payload_bytes
+        assert division.section_bytes[digest] == kept.data_bytes
         held = [leaf for index in division.cells_of[digest] for leaf in division.cells[index].leaves]
         assert all(leaf in ranks[rank] for leaf in (*held, *kept.leaves))
 
