@@ -193,12 +193,24 @@ class Placement:
 
     @cached_property
     def guard_lanes(self) -> tuple[GuardLane, ...]:
-        """The lanes in which daemons exchange parity of unreplicated leaves; none without need.
+        """The lanes in which daemons exchange parity of unreplicated leaves.
 
-        There are none if the settings ask for no protection, if a rank has too few slots, or if all
-        ranks with such leaves are in one domain.
+        There are none with fewer than SLOTS_EXCHANGE slots, or without `needs_exchange`.
         """
-        if self.scheme == "none" or self.tolerate == 0 or self.slots < SLOTS_EXCHANGE:
+        return self._possible_guard_lanes if self.slots >= SLOTS_EXCHANGE else ()
+
+    @property
+    def needs_exchange(self) -> bool:
+        """Whether there are guard lanes if ranks have enough slots.
+
+        That is: the settings ask for protection, and ranks of several domains have unreplicated
+        leaves.
+        """
+        return bool(self._possible_guard_lanes)
+
+    @cached_property
+    def _possible_guard_lanes(self) -> tuple[GuardLane, ...]:
+        if self.scheme == "none" or self.tolerate == 0:
             return ()
         sizes = {digest: self.division.section_bytes[digest] for digest in dict.fromkeys(self.division.layout_of)}
         return guard_lanes([sizes[digest] for digest in self.division.layout_of], self.domains, self.chunk_bytes)
@@ -486,24 +498,19 @@ def exposures(placement: Placement) -> tuple[Exposure, ...]:
 def _exposures_of_unreplicated(placement: Placement) -> Iterator[Exposure]:
     """Yields the unreplicated leaves that do not survive as many lost domains as requested."""
     unreplicated = {digest: nbytes for digest, nbytes in placement.division.unreplicated_bytes.items() if nbytes}
+    lacks_slots = placement.needs_exchange and 0 < placement.slots < SLOTS_EXCHANGE
     ranks: dict[tuple[Reason, int], list[int]] = {}
     for rank, digest in enumerate(placement.division.layout_of):
         if digest not in unreplicated:
             continue
         where = placement.guard_lane_of(rank)
         if where is None:
-            ranks.setdefault(("slots" if _is_exchanged_with_more_slots(placement) else "kept", 0), []).append(rank)
+            ranks.setdefault(("slots" if lacks_slots else "kept", 0), []).append(rank)
         elif (requested := _requested_losses(placement.guard_lanes[where[0]].D, placement.tolerate)) > GUARD_LOSSES:
             ranks.setdefault(("exchange", requested), []).append(rank)
     for (reason, requested), owners in sorted(ranks.items()):
         total = sum(unreplicated[placement.division.layout_of[rank]] for rank in owners)
         yield Exposure(_sentence(reason, GUARD_LOSSES, requested, total), tuple(owners), total, reason)
-
-
-def _is_exchanged_with_more_slots(placement: Placement) -> bool:
-    """Whether only the number of slots keeps unreplicated leaves from being exchanged."""
-    wants = placement.scheme != "none" and placement.tolerate != 0 and len(set(placement.domains)) > 1
-    return wants and 0 < placement.slots < SLOTS_EXCHANGE
 
 
 def _weakness(lane: Lane, placement: Placement) -> tuple[Reason, int, int] | None:

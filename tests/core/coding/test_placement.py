@@ -386,3 +386,81 @@ def test_thousands_of_ranks():
     part = placement.rank_placement(12345)
     assert len(division.cells_of[layout_of[12345]]) == 127
     assert part.data_bytes == part.unreplicated_offset == -(-part.data_bytes // CHUNK) * CHUNK > 0
+
+
+# Unreplicated leaves, which daemons exchange
+
+
+def sharded(sizes, domains, scheme="auto", tolerate=None, slots=4) -> Placement:
+    """Returns a job in which each rank has a leaf of its own, of so many bytes; 0: none."""
+    layouts = [
+        pack([leaf(f"common{rank}", 8), *([leaf(f"shard{rank}", size)] if size else [])])
+        for rank, size in enumerate(sizes)
+    ]
+    division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
+    return place(division, domains, scheme, tolerate, CHUNK, slots)
+
+
+def guarded(placement: Placement) -> list[tuple[int, ...]]:
+    return [lane.members for lane in placement.guard_lanes]
+
+
+def test_ranks_with_unreplicated_leaves_are_in_guard_lanes():
+    placement = sharded([100_001, 200_000, 100_001, 200_000, 0], [7, 7, 3, 3, 1])
+    assert guarded(placement) == [(1, 3), (0, 2)]
+    assert [placement.guard_lane_of(rank) for rank in range(5)] == [(1, 0), (0, 0), (1, 1), (0, 1), None]
+    for lane in placement.guard_lanes:
+        parts = [placement.rank_placement(rank) for rank in lane.members]
+        assert list(lane.sizes) == [part.data_bytes - part.unreplicated_offset for part in parts], "with padding"
+    node = {0, 1}
+    assert placement.parity_buffers_bytes(node) == sum(lane.buffers_bytes for lane in placement.guard_lanes)
+    assert placement.parity_buffers_bytes([4]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({}, True), ({"slots": 3}, True), ({"slots": 0}, True), ({"scheme": "none"}, False), ({"tolerate": 0}, False),
+        ({"domains": [5, 5, 5]}, False), ({"sizes": [0, 100_000, 0]}, False),
+    ],
+)  # fmt: skip
+def test_nothing_is_exchanged_without_need_or_slots(changes, needs):
+    arguments = {"sizes": [100_000] * 3, "domains": range(3), **changes}
+    placement = sharded(**arguments)
+    assert placement.needs_exchange == needs
+    assert guarded(placement) == ([] if changes else [(0, 1, 2)])
+
+
+def test_exchanged_leaves_are_exposed_only_to_more_losses_than_one():
+    assert exposures(sharded([100_000] * 3, range(3))) == ()
+    [entry] = exposures(sharded([100_000] * 3, range(3), tolerate=2))
+    assert (entry.reason, entry.ranks, entry.nbytes) == ("exchange", (0, 1, 2), 300_000)
+    assert entry.what == (
+        "293.0 KiB have only one holder and are exchanged between nodes: they survive 1 lost domain and not 2."
+    )
+    assert [each.reason for each in exposures(sharded([100_000] * 6, range(6)))] == ["exchange"]
+
+
+def test_a_rank_without_a_guard_lane_is_exposed_by_name():
+    [entry] = exposures(sharded([100_000] * 4, [0, 0, 0, 1]))
+    assert (entry.reason, entry.ranks) == ("kept", (1, 2)) and entry.nbytes == 200_000
+    [entry] = exposures(sharded([100_000] * 3, range(3), slots=3))
+    assert (entry.reason, entry.ranks) == ("slots", (0, 1, 2))
+    assert entry.what.endswith("lost with its node. Ranks with fewer than 4 slots exchange nothing.")
+    for changes in ({"slots": 0}, {"scheme": "none", "slots": 3}, {"domains": [0, 0, 0], "slots": 3}):
+        arguments = {"sizes": [100_000] * 3, "domains": range(3), **changes}
+        assert [each.reason for each in exposures(sharded(**arguments))] == ["kept"]
+
+
+def test_capsules_of_exchanged_ranks_stay_in_their_lane():
+    """Without any cell: a job with SGD and FSDP has none."""
+    placement = sharded([100_000] * 4, range(4))
+    assert not placement.lanes
+    nodes = [{rank} for rank in range(4)]
+    assert [holders_among(placement, nodes, range(4), node) for node in range(4)] == [(1,), (2,), (3,), (0,)]
+    two_lanes = sharded([200_000] * 16 + [100_000] * 16, range(32))
+    nodes = [{rank} for rank in range(32)]
+    holders = [holders_among(two_lanes, nodes, range(32), node) for node in range(32)]
+    assert all(len(each) == 1 and (each[0] < 16) == (node < 16) for node, each in enumerate(holders))
+    fewer_slots = replace(placement, slots=3)
+    assert [holders_among(fewer_slots, nodes[:4], range(4), node) for node in range(4)] == [()] * 4
