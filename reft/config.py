@@ -59,7 +59,8 @@ class Config:
         runtime_dir: folder of this user's daemon socket, lock and log; empty means `runtime_dir()`.
         protect: how snapshots survive lost nodes: auto, arc (copies), aec (erasure code) or none.
         tolerate: how many nodes of a group may be lost at once; -1 chooses by the number of nodes.
-        slots: snapshots that a rank can hold. 2 are safe; 3 allow a snapshot of every step.
+        slots: snapshots that a rank can hold; 0 chooses 3, or 4 where nodes exchange parity of
+            state that only one rank has. 2 are safe; 3 allow a snapshot of every step.
         chunk_bytes: unit of digests. On the CPU one copy moves 1 MiB of chunks, or one chunk if
             that is larger. This fits into a core's cache, so the digest reads from the cache.
         parity_scratch_bytes: the most device memory that computing parity may use.
@@ -87,7 +88,7 @@ class Config:
     runtime_dir: str = _setting("runtime_dir", "")
     protect: str = _setting("protect", "auto")
     tolerate: int = _setting("tolerate", -1)
-    slots: int = _setting("slots", 3)
+    slots: int = _setting("slots", 0)
     chunk_bytes: int = _setting("chunk_bytes", 256 << 10)
     parity_scratch_bytes: int = _setting("parity_scratch_bytes", 64 << 20)
     load_transport: str = _setting("load_transport", "gloo")
@@ -115,8 +116,10 @@ class Config:
             raise ConfigError(f"restore is {self.restore!r}; it can be auto, require or newest.", "REFT_RESTORE=auto")
         if self.load_transport not in ("gloo", "nccl"):
             raise ConfigError(f"load_transport is {self.load_transport!r}; it can be gloo or nccl.")
-        if not 2 <= self.slots <= 16:
-            raise ConfigError(f"slots is {self.slots}; it can be 2 to 16.", "slots=3, or REFT_SLOTS=3")
+        if self.slots and not 2 <= self.slots <= 16:
+            raise ConfigError(
+                f"slots is {self.slots}; it can be 2 to 16, or 0 to let reft choose.", "slots=3, or REFT_SLOTS=3"
+            )
         for name in ("attach_deadline_s", "rpc_deadline_s", "seal_deadline_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and below a million seconds.")

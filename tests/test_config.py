@@ -15,7 +15,7 @@ from reft.errors import ConfigError
 
 def test_an_argument_beats_the_environment_beats_the_default():
     surroundings = {"REFT_SLOTS": "4", "REFT_JOB": "from-env"}
-    assert Config.load({}).slots == 3
+    assert Config.load({}).slots == 0
     assert Config.load(surroundings).slots == 4
     loaded = Config.load(surroundings, slots=5, job=None)
     assert (loaded.slots, loaded.job) == (5, "from-env")
@@ -74,7 +74,7 @@ def test_config_reads_missing_arguments_from_the_environment(monkeypatch, tmp_pa
 
 
 def test_other_variables_are_left_alone():
-    assert Config.load({"REFT_NODE": "n", "SLOTS": "9", "reft_slots": "9"}).slots == 3
+    assert Config.load({"REFT_NODE": "n", "SLOTS": "9", "reft_slots": "9"}).slots == 0
 
 
 @pytest.mark.parametrize(

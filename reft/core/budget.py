@@ -54,6 +54,15 @@ def refusal(need_bytes: int, limits: Sequence[MemoryLimit], who: str = "the slot
     )
 
 
+def default_slots(is_exchanged: bool) -> int:
+    """Returns the number of slots of a rank, if the user asked for no number.
+
+    Args:
+        is_exchanged: whether nodes exchange parity of state that only one rank has.
+    """
+    return SLOTS_EXCHANGE if is_exchanged else SLOTS
+
+
 def slots_to_make(wanted: int, fitting: int, holds_older: bool) -> int:
     """Returns how many slots a lease makes for one rank.
 

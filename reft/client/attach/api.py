@@ -8,6 +8,7 @@ from typing import Any
 
 from reft.client.attach.arguments import AttachArguments, AttachContext
 from reft.client.attach.launcher import agents_command, dropped_backend
+from reft.client.attach.plan import slots_of
 from reft.client.attach.reattach import PlacementReviews
 from reft.client.attach.run import AttachResult, run_attach
 from reft.client.link.rank_group import RankGroup
@@ -63,6 +64,8 @@ def _with_reviews(context: AttachContext, result: AttachResult) -> Session:
     """
     session, manifest = result.session, result.manifest
     if manifest.world > 1 and context.request.protect != "none":
+        # A review may find state to exchange, but the ranks keep the slots that they have.
+        context = replace(context, settings=replace(context.settings, slots=slots_of(context.settings, manifest)))
         session.review(PlacementReviews(context, tuple(manifest.mismatched), session.step))
     else:
         context.rank_group.close()

@@ -125,7 +125,7 @@ def make_snapshotter(
         state.host,
         engine,
         reporter,
-        RankSlots(list(slots), leases, rank, settings.slots),
+        RankSlots(list(slots), leases, rank, leases.settings.slots),
         history,
     )
 
@@ -162,5 +162,6 @@ def announcement(
         lines += report.reshaped(plan.base_manifest.world, world, result.lines)
     if plan.base is None and not job.named:
         lines += report.earlier_runs(plan.survey, plan.manifest.script)
+    lines += report.exchange(plan.placement, introduction.nodes)
     lines += report.exposure(plan.placement)
     return lines + report.not_covered(context.request, introduction.state.tracked, world)

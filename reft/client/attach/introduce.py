@@ -33,6 +33,7 @@ from reft.client.memory.threads import ComputeThreads
 from reft.client.snapshot.replica_check import find_mismatched
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.config import Config, Launch
+from reft.core.budget import SLOTS_EXCHANGE
 from reft.core.layout.cells import Division
 from reft.core.membership.job_identity import JobIdentity
 from reft.errors import AttachError
@@ -201,7 +202,8 @@ def rank_info(context: AttachContext, state: LocalState, daemon: NodeDaemon, ide
         identity=identity,
         layout=LayoutFacts.of(state.predicted, state.symbolic),
         agreed=AgreedSettings.of(context.request, context.settings),
-        secrets=None if context.rank else make_secrets(context.settings.slots + 1),
+        slots=context.settings.slots,
+        secrets=None if context.rank else make_secrets((context.settings.slots or SLOTS_EXCHANGE) + 1),
     )
 
 
@@ -240,7 +242,7 @@ def compare(context: AttachContext, introduction: Introduction, description: Des
 
 
 def manifest_of(context: AttachContext, introduction: Introduction, published: Sequence[bytes]) -> pb.Manifest:
-    """Returns the new manifest.
+    """Returns the new manifest. Its number of slots is 0 if no rank asks for a number.
 
     Args:
         context: what every step needs.
@@ -264,4 +266,5 @@ def manifest_of(context: AttachContext, introduction: Introduction, published: S
         packed_tables=tables,
         layouts=layouts,
         layout_of=index,
+        slots=introduction.ranks.fewest_slots,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from reft.client.attach.arguments import AttachContext
@@ -21,14 +21,16 @@ from reft.client.link.exchange import together
 from reft.client.restore.reshard import is_reshaped
 from reft.client.restore.restore import RestoreResult
 from reft.config import Config
+from reft.core.budget import SLOTS_EXCHANGE, default_slots, format_bytes
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Version
+from reft.core.layout.cells import Division
 from reft.core.recovery import holdings
 from reft.core.recovery.lineage import known_to, next_epoch
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
 from reft.core.recovery.restart_loop import stopped
-from reft.errors import ReftError, RestoreError
+from reft.errors import ConfigError, ReftError, RestoreError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import placement_of, placing
@@ -222,7 +224,40 @@ def make_plan(
         manifest.token = survey.manifest.token  # a job keeps its token
     manifest.trained_s, manifest.failures = survey.inventory.history
     manifest.mismatched.extend(mismatched)
-    return AttachPlan(recovery, decision, manifest, placement_of(manifest, description.division), survey)
+    return AttachPlan(recovery, decision, manifest, place(manifest, description.division), survey)
+
+
+def place(manifest: pb.Manifest, division: Division) -> Placement:
+    """Returns the placement; chooses the manifest's number of slots if no rank asks for a number.
+
+    Args:
+        manifest: the manifest of the new epoch.
+        division: the cells, if all replicas are equal.
+    """
+    placement = placement_of(manifest, division)
+    if manifest.slots:
+        return placement
+    manifest.slots = default_slots(placement.needs_exchange)
+    return replace(placement, slots=manifest.slots)
+
+
+def slots_of(settings: Config, manifest: pb.Manifest) -> int:
+    """Returns the number of slots of this rank: what it asks for, else what was chosen."""
+    return settings.slots or manifest.slots
+
+
+def refuse_few_slots(placement: Placement) -> None:
+    """Raises ConfigError if state must be exchanged, and the slots are too few; on every rank.
+
+    This is for a fresh start. A job that goes on is not stopped; attach names what is exposed.
+    """
+    if placement.needs_exchange and placement.slots < SLOTS_EXCHANGE:
+        nbytes = sum(size for lane in replace(placement, slots=SLOTS_EXCHANGE).guard_lanes for size in lane.sizes)
+        raise ConfigError(
+            f"slots is {placement.slots}; {format_bytes(nbytes)} of the state exist once, and nodes exchange parity of them "
+            f"only with {SLOTS_EXCHANGE} slots or more.",
+            f"slots={SLOTS_EXCHANGE}, or protect='none'",
+        )
 
 
 def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> None:

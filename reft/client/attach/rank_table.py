@@ -186,6 +186,7 @@ class RankInfo:
     """What one rank tells all ranks about itself.
 
     Attributes:
+        slots: the number of slots that the rank asks for; 0: any. Ranks may ask for other numbers.
         secrets: from rank 0 only.
     """
 
@@ -194,6 +195,7 @@ class RankInfo:
     identity: IdentityFacts
     layout: LayoutFacts
     agreed: AgreedSettings
+    slots: int = 0
     secrets: JobSecrets | None = None
 
 
@@ -213,6 +215,11 @@ class RankTable:
         """The secrets of the job."""
         assert self.first.secrets is not None, "rank 0 sends them"
         return self.first.secrets
+
+    @property
+    def fewest_slots(self) -> int:
+        """The least number of slots that a rank asks for; 0: no rank asks for a number."""
+        return min((info.slots for info in self.infos if info.slots), default=0)
 
     def job(self) -> JobIdentity:
         """Returns the job.

@@ -15,7 +15,8 @@ from reft.client.schedule import hooks
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.core.coding.placement import Placement, exposures
+from reft.core.budget import format_bytes
+from reft.core.coding.placement import Exposure, Placement, exchange_cost, exposures
 from reft.core.commit.version import Version
 from reft.core.recovery.holdings import fresh_start_block
 from reft.core.recovery.recovery import RecoveryPlan
@@ -96,13 +97,37 @@ def earlier_runs(job_survey: JobSurvey, script: str) -> list[str]:
     ]
 
 
-def exposure(placement: Placement) -> list[str]:
-    """Returns a line about state that is lost if a node is lost."""
-    unprotected = exposures(placement)
-    if not unprotected:
+def exchange(placement: Placement, nodes: Sequence[pb.Node]) -> list[str]:
+    """Returns a line about the exchange: why there is one, and what it costs.
+
+    Args:
+        placement: the placement of the job.
+        nodes: the nodes of the job.
+    """
+    cost = exchange_cost(placement, [node.ranks for node in nodes])
+    if cost is None:
         return []
-    more = f" And {len(unprotected) - 1} more: see reft-cli status." if len(unprotected) > 1 else ""
-    return [f"not protected against a lost node: {unprotected[0].what}{more}"]
+    coded = sum(lane.nbytes for lane in placement.lanes if lane.code.f)
+    cells = f"{format_bytes(coded)} in cells; " if coded else ""
+    return [
+        f"protected: {cells}{format_bytes(cost.nbytes)} exist once, and {counted(cost.nodes, 'node')} exchange parity of them "
+        f"after whole steps: up to {format_bytes(cost.turn_bytes)} sent a turn and node, {format_bytes(cost.parity_bytes)} "
+        f"of parity a node, {placement.slots} slots a rank."
+    ]
+
+
+def exposure(placement: Placement) -> list[str]:
+    """Returns a line about state that is lost if a node, or more nodes than one, are lost."""
+    exposed = sorted(exposures(placement), key=_survives_a_loss)  # the worst first
+    if not exposed:
+        return []
+    more = f" And {len(exposed) - 1} more: see reft-cli status." if len(exposed) > 1 else ""
+    what = "partly protected" if _survives_a_loss(exposed[0]) else "not protected against a lost node"
+    return [f"{what}: {exposed[0].what}{more}"]
+
+
+def _survives_a_loss(exposure: Exposure) -> bool:
+    return exposure.reason in ("few domains", "exchange")
 
 
 def not_covered(request: AttachArguments, tracked: TrackedObjects, world: int) -> list[str]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Introduction
-from reft.client.attach.plan import AttachPlan
+from reft.client.attach.plan import AttachPlan, slots_of
 from reft.client.link.exchange import together
 from reft.client.link.rank_group import RankGroup
 from reft.client.link.slots import ALLOCATION_BYTES_PER_S, MappedSlot, SlotLeases
@@ -61,7 +62,7 @@ def leases_of(context: AttachContext, introduction: Introduction, plan: AttachPl
         job=introduction.job.id,
         epoch=plan.decision.epoch,
         rank=context.rank,
-        settings=context.settings,
+        settings=replace(context.settings, slots=slots_of(context.settings, plan.manifest)),
         own=daemon.caller,
         under_agent=context.launch.under_agent,
         pins_for=device if device.type == "cuda" else None,
@@ -188,7 +189,7 @@ def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, 
     """
     data_bytes = plan.placement.rank_placement(context.rank).data_bytes
     secure(context, introduction, plan)
-    all_bytes = data_bytes * context.settings.slots * context.rank_group.world
+    all_bytes = data_bytes * slots_of(context.settings, plan.manifest) * context.rank_group.world
     return together(
         context.rank_group,
         lambda: leases.lease(data_bytes, len(introduction.state.table)),

@@ -47,6 +47,7 @@ from reft.client.attach.plan import (
     make_plan,
     manifest_of_base,
     recover_at_start,
+    refuse_few_slots,
     refuse_fresh_start,
 )
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
@@ -132,6 +133,9 @@ def plan_restore(
 
     Replicas are compared at a fresh start only. Before a restore the model has random values, so
     the base's mismatched leaves count.
+
+    Raises:
+        ConfigError: the slots are too few for a job that starts fresh; see `refuse_few_slots`.
     """
     if recovery.base is None:
         refuse_fresh_start(context.settings, introduction.job.id, survey)
@@ -140,4 +144,7 @@ def plan_restore(
         memory.make(introduction.state)
     base = manifest_of_base(survey, recovery)
     mismatched = compare(context, introduction, description) if base is None else base.mismatched
-    return make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(attempt.number))
+    plan = make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(attempt.number))
+    if plan.base is None:
+        refuse_few_slots(plan.placement)
+    return plan

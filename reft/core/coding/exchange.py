@@ -85,6 +85,10 @@ class GuardLane:
         """Bytes of both buffers of parity that each member's node keeps."""
         return PARITY_BUFFERS * self.parity_bytes
 
+    def sent_bytes(self, source: int) -> int:
+        """Returns the bytes that a source sends in a turn: each of its pieces once."""
+        return self.sizes[source] * (self.D - 1) // (self.D - self.code.f)
+
     @cached_property
     def digest(self) -> bytes:
         """Names the lane, 16 bytes: parity of another digest is not parity of this lane."""

@@ -298,6 +298,41 @@ class Exposure:
     reason: Reason
 
 
+@dataclass(frozen=True)
+class ExchangeCost:
+    """What the exchange protects, and what it takes.
+
+    Attributes:
+        nbytes: bytes that are exchanged, of all ranks together.
+        nodes: number of nodes that exchange.
+        turn_bytes: the most that one node sends in a turn.
+        parity_bytes: the most that one node keeps of other nodes, in both buffers.
+    """
+
+    nbytes: int
+    nodes: int
+    turn_bytes: int
+    parity_bytes: int
+
+
+def exchange_cost(placement: Placement, nodes: Sequence[Collection[int]]) -> ExchangeCost | None:
+    """Returns the cost of the exchange; None if nothing is exchanged.
+
+    Args:
+        placement: the placement of the job.
+        nodes: the ranks of each node.
+    """
+    sent = []
+    for ranks in nodes:
+        places = [place for rank in ranks if (place := placement.guard_lane_of(rank))]
+        sent.append(sum(placement.guard_lanes[number].sent_bytes(member) for number, member in places))
+    if not any(sent):
+        return None
+    nbytes = sum(size for lane in placement.guard_lanes for size in lane.sizes)
+    parity_bytes = max(placement.parity_buffers_bytes(ranks) for ranks in nodes)
+    return ExchangeCost(nbytes, sum(map(bool, sent)), max(sent), parity_bytes)
+
+
 def place(
     division: Division, domains: Sequence[int], scheme: Scheme, tolerate: int | None, chunk_bytes: int, slots: int = 0
 ) -> Placement:

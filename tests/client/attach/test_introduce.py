@@ -50,6 +50,8 @@ def test_only_rank_0_makes_secrets_enough_for_all_tries():
     idents = [first.secrets.ident(number) for number in range(first.secrets.tries)]
     assert all(len(ident) == 16 for ident in idents) and len(set(idents)) == slots + 1
     assert make_secrets(2) != make_secrets(2)
+    chosen = rank_info(context(), own, daemon(), IDENTITY)
+    assert (first.slots, chosen.slots, chosen.secrets.tries) == (slots, 0, 5), "the most that reft chooses, and one"
 
 
 def test_one_rank_of_each_node_speaks_to_its_daemon():
@@ -67,7 +69,7 @@ def test_the_manifest_has_the_facts_of_all_ranks():
     assert [(node.id, list(node.ranks)) for node in manifest.nodes] == [("a", [0]), ("b", [1])]
     assert (manifest.protect, manifest.tolerate, manifest.every) == ("arc", 1, 1)
     assert manifest.token == SECRETS.token and manifest.launch == IDENTITY.launch
-    assert manifest.chunk_bytes == Config().chunk_bytes
+    assert manifest.chunk_bytes == Config().chunk_bytes and manifest.slots == 0
     layouts, index = layouts_of(manifest)
     assert index == [0, 0] and layouts[0] == introduced.state.predicted
 

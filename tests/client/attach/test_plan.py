@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 import pytest
@@ -18,14 +19,20 @@ from reft.client.attach.plan import (
     may_start_fresh,
     recover,
     recover_at_start,
+    refuse_few_slots,
     refuse_fresh_start,
+    slots_of,
 )
 from reft.client.restore.restore import RestoreResult
 from reft.config import Config
 from reft.core.commit.version import Epoch, Version
-from reft.errors import AttachError, RestoreError
+from reft.core.budget import format_bytes
+from reft.core.coding.placement import exposures
+from reft.core.recovery.recovery import RecoveryPlan
+from reft.errors import AttachError, ConfigError, RestoreError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
+from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.attaches import begun, context, description, introduction, reply, sealed, survey_of
 
@@ -232,3 +239,62 @@ def test_a_fresh_start_has_no_manifest_of_a_base():
     plan = planned(JobSurvey({"a": reply("a")}))
     request: pb.DecideRequest = decide_request(introduction(), plan)
     assert not request.HasField("base_manifest") and not request.decision.HasField("base")
+
+
+# The number of slots
+
+OWN_BYTES = (1 << 15) * 2 * 4  # of model.0.w, which differs by rank
+
+
+def with_slots(requested: int, nodes: str = "abcd", protect: str = "arc", own: bool = True) -> AttachPlan:
+    """Returns the plan of a fresh start. With `own`, each rank has a leaf that no other has."""
+    described = description(introduction(nodes, width=1 << 15))
+    described.manifest.slots, described.manifest.protect = requested, protect
+    return make_plan(described, JobSurvey({}), RecoveryPlan(None), ["model.0.w"] if own else [], IDENT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "slots"),
+    [
+        ({}, 4), ({"own": False}, 3), ({"nodes": "aaaa"}, 3), ({"protect": "none"}, 3),
+        ({"requested": 5}, 5), ({"requested": 2, "own": False}, 2), ({"requested": 2}, 2),
+    ],
+)  # fmt: skip
+def test_a_rank_has_one_slot_more_where_state_is_exchanged(arguments, slots):
+    plan = with_slots(**{"requested": 0, **arguments})
+    assert plan.manifest.slots == plan.placement.slots == slots
+    lanes = plan.placement.guard_lanes
+    assert placement_of(plan.manifest).guard_lanes == lanes, "all who have the manifest know the same"
+    assert [lane.members for lane in lanes] == ([(0, 1, 2, 3)] if arguments in ({}, {"requested": 5}) else [])
+    assert slots_of(Config(slots=0), plan.manifest) == slots and slots_of(Config(slots=7), plan.manifest) == 7
+
+
+def test_too_few_slots_for_the_exchange_are_refused_at_a_fresh_start():
+    text = re.escape(
+        f"slots is 3; {format_bytes(4 * OWN_BYTES)} of the state exist once, and nodes exchange parity of them only with "
+        "4 slots or more.\nFix: slots=4, or protect='none'"
+    )
+    with pytest.raises(ConfigError, match=text):
+        refuse_few_slots(with_slots(3).placement)
+    for accepted in ({"requested": 4}, {"own": False}, {"protect": "none"}, {"nodes": "aaaa"}):
+        refuse_few_slots(with_slots(**{"requested": 2, **accepted}).placement)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_job_that_goes_on_is_not_refused(is_fresh):
+    """It may have trained so for days, and its state may have become its ranks' own in mid-run."""
+    first = with_slots(2, nodes="ab")
+    survey = JobSurvey({}) if is_fresh else survey_of(first, {"a": [8], "b": [8]})
+    described = description(introduction("ab", width=1 << 15))
+    described.manifest.slots = 2
+    recovery = recover("job", survey, (), may_start_fresh=True)
+    introduced = introduction("ab", width=1 << 15)
+    facts = context(), introduced, described, survey, recovery, AttachTry(1), RestoreMemory()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run, "compare", lambda *_: ["model.0.w"])
+        if is_fresh:
+            with pytest.raises(ConfigError, match="slots is 2"):
+                run.plan_restore(*facts)
+            return
+        plan = run.plan_restore(*facts)
+    assert plan.base and [each.reason for each in exposures(plan.placement)] == ["slots"]

@@ -59,6 +59,12 @@ def test_ranks_with_equal_facts_have_one_job():
     assert job_of(AgreedSettings.of(REQUEST, others)) == "job"
 
 
+def test_the_job_has_the_fewest_slots_that_a_rank_asks_for():
+    infos = [replace(INFO, slots=slots) for slots in (0, 5, 4, 0)]
+    assert RankTable(infos).fewest_slots == 4
+    assert RankTable(infos[:1]).fewest_slots == 0, "no rank asks for a number"
+
+
 def test_the_first_rank_names_the_job_and_other_names_are_refused():
     assert job_of(INFO.agreed, run_id="another", launch="m") == "job"
     with pytest.raises(ConfigError, match="rank 0 names the job 'job', rank 1 'other'"):
@@ -84,8 +90,8 @@ def test_a_differing_setting_is_named(request_changes, settings_changes, text):
 
 def test_a_node_with_another_protocol_version_is_refused():
     other = replace(INFO.agreed, protocol=7)
-    assert messages.PROTOCOL == 8
-    with pytest.raises(ConfigError, match=r"rank 0 has protocol 8, rank 1 7\."):
+    assert messages.PROTOCOL == 9
+    with pytest.raises(ConfigError, match=r"rank 0 has protocol 9, rank 1 7\."):
         job_of(other)
 
 

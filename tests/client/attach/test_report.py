@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from reft.client.attach import report
+from reft.core.coding.placement import Placement
 from reft.core.commit.version import Version
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
+from tests.core.coding.test_placement import placed, sharded
 from tests.support.attaches import begun, reply, survey_of
 
 FIRST = begun()
@@ -31,3 +33,35 @@ def test_an_attach_that_goes_back_says_so():
     survey.replies["a"].restores.CopyFrom(pb.RestoreCount(step=8, count=3))
     assert lines(Version(FIRST.decision.epoch, 7), survey)[1].endswith("ended before step 9: going back to step 7.")
     assert len(lines(Version(FIRST.decision.epoch, 8), survey)) == 1
+
+
+NODES = [pb.Node(name=f"node-{i}", ranks=[2 * i, 2 * i + 1]) for i in range(4)]
+
+
+def shards(tolerate: int | None = None, slots: int = 4, one: int = 3 << 20) -> Placement:
+    """Returns a job with two ranks on each of four nodes. Each rank has a shard of its own."""
+    return sharded([one, 3 << 20] * 4, [i // 2 for i in range(8)], tolerate=tolerate, slots=slots)
+
+
+def test_the_exchange_is_announced_with_its_cost():
+    assert report.exchange(shards(), NODES) == [
+        "protected: 24.0 MiB exist once, and 4 nodes exchange parity of them after whole steps: up to 6.0 MiB sent a turn "
+        "and node, 4.0 MiB of parity a node, 4 slots a rank."
+    ]
+    assert report.exchange(shards(slots=3), NODES) == [] == report.exchange(placed(500, [1, 1]), NODES)
+
+
+def test_what_is_exposed_is_announced_the_worst_first():
+    assert report.exposure(shards()) == [] == report.exposure(placed(500, [1, 1]))
+    assert report.exposure(shards(tolerate=2)) == [
+        "partly protected: 24.0 MiB have only one holder and are exchanged between nodes: they survive 1 lost domain and "
+        "not 2."
+    ]
+    assert report.exposure(shards(slots=3)) == [
+        "not protected against a lost node: 24.0 MiB have only one holder: lost with its node. Ranks with fewer than 4 "
+        "slots exchange nothing."
+    ]
+    [line] = report.exposure(sharded([3 << 20] * 4, [0, 0, 1, 2, 2][:4], tolerate=2))
+    assert line.startswith("partly protected: 12.0 MiB")
+    [line] = report.exposure(sharded([3 << 20] * 5, [0, 0, 0, 0, 1], tolerate=2))
+    assert line.startswith("not protected against a lost node: 9.0 MiB") and "And 1 more: see reft-cli status." in line

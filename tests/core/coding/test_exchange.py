@@ -80,11 +80,11 @@ def test_a_turn_sends_and_keeps_what_the_formulas_say(D):
     lane = lane_of(*[size] * D)
     f, k = lane.code.f, D - lane.code.f
     assert (f, lane.code) == (1, code_for(D - 1, 1))
-    sent = Counter({source: 0 for source in range(D)})
+    sent = Counter(dict.fromkeys(range(D), 0))
     for holder in range(D):
         for source in lane.sources_of(holder):
             sent[source] += sum(length for *_, length in lane.requests(source, holder, CHUNK))
-    assert set(sent.values()) == {(D - 1) * size // k}
+    assert set(sent.values()) == {(D - 1) * size // k} == {lane.sent_bytes(source) for source in range(D)}
     assert lane.buffers_bytes == 2 * lane.parity_bytes == 2 * f * size // k
 
 
@@ -94,7 +94,7 @@ def test_zeros_behind_a_shorter_section_are_not_sent():
         sum(length for holder in range(4) if holder != source for *_, length in lane.requests(source, holder, CHUNK))
         for source in range(4)
     ]
-    assert sent == [100_000, 10_000, 0, 50_000]
+    assert sent == [100_000, 10_000, 0, 50_000] == [lane.sent_bytes(source) for source in range(4)]
     assert lane.piece_bytes == 9 * CHUNK, "the longest section, in three pieces"
 
 
