@@ -200,6 +200,11 @@ class Placement:
         return self._possible_guard_lanes if self.slots >= SLOTS_EXCHANGE else ()
 
     @property
+    def all_lanes(self) -> tuple[Lane | GuardLane, ...]:
+        """The lanes of the cells and those of the exchange."""
+        return *self.lanes, *self.guard_lanes
+
+    @property
     def needs_exchange(self) -> bool:
         """Whether there are guard lanes if ranks have enough slots.
 
@@ -476,8 +481,7 @@ def capsules_among(
         node: index of the node.
     """
     own_ranks = nodes[node]
-    lanes = (*placement.lanes, *placement.guard_lanes)
-    lanes_of_node = (lane for lane in lanes if lane.code.f and not lane.is_without(own_ranks))
+    lanes_of_node = (lane for lane in placement.all_lanes if lane.code.f and not lane.is_without(own_ranks))
     lane = min(lanes_of_node, key=lambda lane: lane.D, default=None)
     nodes_of_lane = [] if lane is None else [i for i, ranks in enumerate(nodes) if not lane.is_without(ranks)]
     return lane, nodes_of_lane
@@ -497,7 +501,7 @@ def holders_among(
         domains_of_nodes: failure domain of each node.
         node: index of the node.
     """
-    f = max((lane.code.f for lane in (*placement.lanes, *placement.guard_lanes)), default=0)
+    f = max((lane.code.f for lane in placement.all_lanes), default=0)
     lane, nodes_of_lane = capsules_among(placement, nodes, node)
     lane_holders: tuple[int, ...] = ()
     if lane is not None:

@@ -25,9 +25,9 @@ from reft.client.attach.plan import (
 )
 from reft.client.restore.restore import RestoreResult
 from reft.config import Config
-from reft.core.commit.version import Epoch, Version
 from reft.core.budget import format_bytes
 from reft.core.coding.placement import exposures
+from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.errors import AttachError, ConfigError, RestoreError
 from reft.wire import messages
