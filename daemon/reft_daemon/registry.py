@@ -25,12 +25,21 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import UNLINKED, Arena, SlotFile
 from reft_daemon.jobs import epochs, leasing, persistence, trainers, undo
-from reft_daemon.jobs.capsule_replication import holders_of
-from reft_daemon.jobs.changes import TOLD_TO_MONITOR, TOLD_TO_REPORTS, TOLD_TO_SENDERS, ChangeQueue, JobChange
+from reft_daemon.jobs.capsule_replication import place_node
+from reft_daemon.jobs.changes import (
+    TOLD_TO_MONITOR,
+    TOLD_TO_REPORTS,
+    TOLD_TO_SENDERS,
+    TOLD_TO_TURNS,
+    ChangeQueue,
+    JobChange,
+)
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.scrub import ScrubCounts
 from reft_daemon.membership.heartbeats import HeartbeatService
+from reft_daemon.mover.mover import Mover, MoverSettings
 from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, PeerChannels, RoundReplicator, reason_of
+from reft_daemon.peers.turns import TurnService
 
 log = logging.getLogger("reft.daemon")
 JOBS_MAX = 256
@@ -84,6 +93,7 @@ class Registry:
         ttl_s: how long a job's slots are kept after its last trainer ended.
         beats: channels to other daemons for heartbeats alone.
         kills_hung: see `HeartbeatService`.
+        mover: how this daemon's mover listens.
     """
 
     def __init__(
@@ -94,6 +104,7 @@ class Registry:
         failpoints: Failpoints,
         beats: PeerChannels,
         kills_hung: bool = False,
+        mover: MoverSettings = MoverSettings(),  # noqa: B008  frozen
     ) -> None:
         self.arena = arena
         self.peers = peers
@@ -103,6 +114,7 @@ class Registry:
         self.changes = ChangeQueue()
         self._replicators: dict[str, RoundReplicator] = {}
         self.scrubbed = ScrubCounts()
+        self.turns = TurnService(peers, Mover(mover), mover.advertised)
         self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, self.changes, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()
@@ -157,7 +169,7 @@ class Registry:
         manifest = request.manifest
         _check_decision(request)
         name = manifest.job
-        holders = await holders_of(manifest, request.node_index)
+        placement = await place_node(manifest, request.node_index)
         if name not in self.jobs:
             if len(self.jobs) >= JOBS_MAX:
                 raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
@@ -169,10 +181,11 @@ class Registry:
                 f"this daemon holds job {name} with another token.",
                 "choose another name, or free the old job with reft-cli purge",
             )
-        epochs.decide(job, request, holders)
+        epochs.decide(job, request, placement.holders, placement)
         if name in self._replicators:
             self._replicators.pop(name).close()
         self._start_replicator(job)
+        self.turns.release(name)
         self.heartbeat_service.monitors.note_decision(job)
 
     async def secure(self, request: pb.SecureRequest) -> None:
@@ -229,6 +242,8 @@ class Registry:
             self.jobs[change.job].wake_waiting_reports()
         if change.kinds & TOLD_TO_SENDERS and change.job in self._replicators:
             self._replicators[change.job].wake()
+        if change.kinds & TOLD_TO_TURNS and change.job in self.jobs:
+            self.turns.wake(self.jobs[change.job])
         if change.kinds & TOLD_TO_MONITOR:
             self.heartbeat_service.look(change.job)
         if change.job in self.jobs and any(lease.refused for lease in self.jobs[change.job].leases.values()):
@@ -307,6 +322,7 @@ class Registry:
         if name in self._replicators:
             self._replicators.pop(name).close()
         del self.jobs[name]
+        self.turns.drop(name)
         self.heartbeat_service.monitors.forget(name)
         return persistence.free(job)
 
@@ -354,6 +370,7 @@ class Registry:
             for name in list(self.jobs):
                 self._replicators.pop(name, None)
                 self.purge(name)
+        await self.turns.close()
         await self.heartbeat_service.close()
         await self.peers.close()
 

@@ -135,19 +135,5 @@ class _CertificateFiles:
             ) from error
 
 
-def socket_context(cert: Path, key: Path, ca: Path, is_server: bool) -> ssl.SSLContext:
-    """Returns a context for plain sockets: mutual TLS, as on the channels.
-
-    Raises:
-        OSError: a file can't be read, or the files do not fit together.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(cert, key, password=_refuse)
-    context.load_verify_locations(ca)
-    context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
 def _refuse() -> str:
     raise OSError("the key is encrypted")

@@ -55,7 +55,18 @@ LAYERS = {
         *("main", "demo", "recover", "recover_view", "status_text", "status_view", "survey", "timeline", "ask"),
         "signals",
     ),
-    "reft_daemon": ("__main__", "main", "server", "rebuild", "registry", "membership", "peers", "jobs", "arena"),
+    "reft_daemon": (
+        "__main__",
+        "main",
+        "server",
+        "rebuild",
+        "registry",
+        "membership",
+        "peers",
+        "jobs",
+        "mover",
+        "arena",
+    ),
 }
 NO_TORCH = ("reft.core", "reft.wire", "reft.cli", "reft_daemon")
 

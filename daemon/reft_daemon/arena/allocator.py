@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from reft.errors import AttachError
@@ -58,7 +58,7 @@ class SlotAllocator:
         if not task.cancelled():
             task.exception()  # marks the exception as retrieved: the caller may be gone
 
-    async def create(self, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
+    async def create(self, rank: int, geometries: Mapping[str, Geometry], cpus: list[int]) -> list[SlotFile]:
         """Makes slots, see `Arena.create`.
 
         If the job is dropped meanwhile, the finished slots are freed.
@@ -68,7 +68,7 @@ class SlotAllocator:
         files.
         """
         await self._arena.allocation_lock.acquire()
-        thread = asyncio.ensure_future(asyncio.to_thread(self._arena.create, self._job, rank, names, geometry, cpus))
+        thread = asyncio.ensure_future(asyncio.to_thread(self._arena.create, self._job, rank, geometries, cpus))
         try:
             await asyncio.wait({thread})
         except asyncio.CancelledError:

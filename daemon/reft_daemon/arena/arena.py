@@ -5,6 +5,7 @@
       port                   the daemon's port if --listen names port 0; other nodes know this port
       JOB/record             JobRecord, replaced whole
       JOB/rank-3.slot-0      see reft.wire.slot_format; memfds have no file
+      JOB/parity-3.slot-0    the same, with parity that rank 3's node keeps
       JOB/capsule-…          of ranks of other nodes, see reft_daemon.arena.capsule_store
 
 A daemon that starts takes over the files here. A file that is no valid slot is renamed to *.bad,
@@ -26,7 +27,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from reft_daemon.arena.shortage import is_shortage
 
 log = logging.getLogger("reft.daemon")
 RECORD_MAX = 2 * (2 * MANIFEST_MAX + (1 << 20))  # bytes: a record and the one before, each with two manifests
+RANK, PARITY = "rank", "parity"  # kinds of slots: how their names begin
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
 WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
 _OWN_FILES = ("lock", "node-id", "port")  # files beside the folders of the jobs
@@ -75,6 +77,11 @@ class SlotFile:
         """
         self.check_size()
         return self._map
+
+    @property
+    def is_parity(self) -> bool:
+        """Whether the slot is for parity of the exchange. Then no trainer writes it."""
+        return self.name.startswith(f"{PARITY}-")
 
     @property
     def backing(self) -> str:
@@ -117,11 +124,11 @@ def fits(have: Geometry, want: Geometry) -> bool:
     )
 
 
-def next_names(taken: Iterable[str], rank: int, count: int) -> list[str]:
+def next_names(taken: Iterable[str], rank: int, count: int, kind: str = RANK) -> list[str]:
     """Returns `count` unused names for slots of a rank."""
-    rank_names = [name for name in taken if name.startswith(f"rank-{rank}.")]
+    rank_names = [name for name in taken if name.startswith(f"{kind}-{rank}.")]
     serial = 1 + max((int(name.rpartition("-")[2]) for name in rank_names), default=-1)
-    return [f"rank-{rank}.slot-{serial + i}" for i in range(count)]
+    return [f"{kind}-{rank}.slot-{serial + i}" for i in range(count)]
 
 
 def claim_folder(folder: Path) -> Path:
@@ -258,11 +265,11 @@ class Arena:
             OSError: a slot can't be opened for now.
         """
         folder, slots = self.folder / job, []
-        for path in sorted(each for major in READABLE for each in folder.glob(f"rank-*.slot-*.format-{major}")):
+        for path in sorted(each for major in READABLE for each in folder.glob(f"*-*.slot-*.format-{major}")):
             if not (original := path.with_suffix("")).exists():
                 path.rename(original)
-        for path in sorted(folder.glob("rank-*.slot-*[0-9]")):
-            if ".format-" in path.name:
+        for path in sorted(folder.glob("*-*.slot-*[0-9]")):
+            if not re.fullmatch(rf"({RANK}|{PARITY})-\d+\.slot-\d+", path.name):
                 continue
             try:
                 slots.append(self._open(job, path))
@@ -279,7 +286,7 @@ class Arena:
         try:
             slot = self._map_slot(path.name, path, descriptor, os.fstat(descriptor).st_size)
             header = slot.map.header
-            if header.job != job or not path.name.startswith(f"rank-{header.rank}."):
+            if header.job != job or not path.name.startswith((f"{RANK}-{header.rank}.", f"{PARITY}-{header.rank}.")):
                 raise FormatError(f"its header names job {header.job!r}, rank {header.rank}.")
             self.held_bytes += slot.file_bytes
             return slot
@@ -314,7 +321,7 @@ class Arena:
         self.held_bytes += slot.file_bytes
         return slot
 
-    def check_room(self, need_bytes: int, slots: int = 0) -> None:
+    def check_room(self, need_bytes: int, slots: int = 0, who: str = "the slots need") -> None:
         """Raises NoRoom if `need_bytes` more would endanger the machine; allocates nothing.
 
         With `slots` 0 the bytes are a capsule's: a few KiB. Without capsules no version becomes
@@ -324,44 +331,53 @@ class Arena:
         Args:
             need_bytes: further bytes.
             slots: the number of slots that the bytes are for.
+            who: subject and verb of the message, if they are for slots.
         """
         margin = limits.MARGIN if slots else 0.0
         spare_bytes = self.pool.ready_bytes(slots)
         bounds = limits.limits(self.budget_bytes, self.held_bytes, spare_bytes=spare_bytes, margin=margin)
-        reason = refusal(need_bytes, bounds, "the slots need" if slots else "the capsule needs")
+        reason = refusal(need_bytes, bounds, who if slots else "the capsule needs")
         if reason:
             raise NoRoom(reason)
 
     def _limits_of_spare(self) -> list[MemoryLimit]:
         return limits.limits(self.budget_bytes, self.held_bytes + self.pool.bytes)
 
-    def create(self, job: str, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
+    def create(self, job: str, rank: int, geometries: Mapping[str, Geometry], cpus: list[int]) -> list[SlotFile]:
         """Makes slots with every page present, in the memory next to `cpus` (empty: anywhere).
 
         The caller must hold `allocation_lock`.
+
+        Args:
+            job: name of the job.
+            rank: whose slots they are.
+            geometries: name of each slot → its sizes.
+            cpus: where the rank runs.
 
         Raises:
             NoRoom: the slots don't fit; nothing is left behind.
             AttachError: they can't be made for another reason; nothing is left behind.
         """
-        size = geometry.file_bytes
-        self.check_room(size * len(names), len(names))
+        need_bytes = sum(geometry.file_bytes for geometry in geometries.values())
+        has_parity = any(name.startswith(f"{PARITY}-") for name in geometries)
+        who = "the slots and the exchange's parity slots need" if has_parity else "the slots need"
+        self.check_room(need_bytes, len(geometries), who)
         folder = claim_folder(self.folder / job)
-        in_tmpfs = limits.file_system_free(folder) + self.pool.ready_bytes(len(names)) >= size * len(names)
+        in_tmpfs = limits.file_system_free(folder) + self.pool.ready_bytes(len(geometries)) >= need_bytes
         # counted before the slots exist, so that no spare files take the same memory
-        self.held_bytes += size * len(names)
+        self.held_bytes += need_bytes
         new_slots: list[SlotFile] = []
         try:
             with _running_on(cpus):
-                for name in names:
+                for name, geometry in geometries.items():
                     new_slots.append(self._make_slot(job, rank, folder / name if in_tmpfs else None, name, geometry))
         except OSError as error:
-            self.held_bytes -= size * (len(names) - len(new_slots))
+            self.held_bytes -= need_bytes - sum(slot.file_bytes for slot in new_slots)
             for slot in new_slots:
                 self.free(slot)
             raise _no_room_or_attach_error(
                 error,
-                f"{size} bytes for slot {names[len(new_slots)]} can't be allocated: {error}.",
+                f"{geometry.file_bytes} bytes for slot {name} can't be allocated: {error}.",
                 "attach with slots=2",
             ) from error
         return new_slots

@@ -49,6 +49,7 @@ def header_messages(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
             state=pb.SlotState.Name(header.state),
             layout=header.layout,
             data_bytes=header.data_bytes,
+            parity=slot.is_parity,
         )
         if header.version:
             message.version.CopyFrom(messages.version_to(header.version))

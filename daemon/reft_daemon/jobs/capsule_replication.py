@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from reft.core.coding.exchange import GuardLane
 from reft.core.coding.placement import holders_among
 from reft.core.commit.capsules import CapsuleAcks
 from reft.core.commit.decision import Decision
@@ -33,24 +35,51 @@ BATCH_MAX: Final = 17 << 20
 LAYOUTS_MAX: Final = 256  # leaf tables whose unreplicated bytes are remembered
 
 
-async def holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
-    """Returns the nodes that keep the capsules of a node.
+class NodePlacement(NamedTuple):
+    """What the placement of a job says about one node.
+
+    Attributes:
+        holders: the nodes that keep the capsules of this node's ranks.
+        guard_lanes: the lanes of the whole job's exchange.
+        sections: rank of this node in a lane → begin and size of its unreplicated section in the
+            data of its slot.
+    """
+
+    holders: tuple[int, ...] = ()
+    guard_lanes: tuple[GuardLane, ...] = ()
+    sections: Mapping[int, tuple[int, int]] = MappingProxyType({})
+
+
+async def place_node(manifest: pb.Manifest, node_index: int) -> NodePlacement:
+    """Returns what the placement says about a node, see `node_placement`.
+
+    A placement of thousands of ranks takes a while, and the rounds of other jobs must go on.
+    """
+    return await asyncio.to_thread(node_placement, manifest, node_index)
+
+
+def node_placement(manifest: pb.Manifest, node_index: int) -> NodePlacement:
+    """Returns what the placement says about a node.
 
     Raises:
         ConfigError, FormatError: the manifest contradicts itself.
     """
     if not manifest.layouts:
-        return ()
+        return NodePlacement()
     try:
-        # A placement of thousands of ranks takes a while, and the rounds of other jobs must go on.
-        return await asyncio.to_thread(_holders_of, manifest, node_index)
+        placement = placement_of(manifest)
+        ranks = [frozenset(node.ranks) for node in manifest.nodes]
+        holders = holders_among(placement, ranks, node_domains(manifest.nodes), node_index)
+        lanes = placement.guard_lanes
+        sections = {
+            rank: (placement.rank_placement(rank).unreplicated_offset, size)
+            for lane in lanes
+            for rank, size in zip(lane.members, lane.sizes, strict=True)
+            if rank in ranks[node_index]
+        }
     except ValueError as error:
         raise ConfigError(f"the manifest of job {manifest.job} can't be placed: {error}.") from error
-
-
-def _holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
-    ranks = [frozenset(node.ranks) for node in manifest.nodes]
-    return holders_among(placement_of(manifest), ranks, node_domains(manifest.nodes), node_index)
+    return NodePlacement(holders, lanes, sections)
 
 
 @dataclass

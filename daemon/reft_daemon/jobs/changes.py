@@ -1,14 +1,16 @@
 """The queue of changes: services put changes of jobs, one consumer takes and tells them.
 
-    who puts                             kind      who is told: senders  monitor  waiting reports
+    who puts                             kind      who is told: senders  monitor  reports  turns
     rounds      a rank's report          RANKS                     x        x
     trainers    a trainer has ended      RANKS                     x        x
-    rounds      the round has news       OUTCOME                   x        x            x
-    epochs      a decision, or adoption  EPOCH                                           x
+    rounds      the round has news       OUTCOME                   x        x        x       x
+    scrub       a slot has changed       OUTCOME                   x        x        x       x
+    epochs      a decision, or adoption  EPOCH                                       x       x
     monitor     the agent has ended      AGENT                              x
 
     services ── put ──► pending: job → kinds ── take ──► Registry.tell_changes
                                                    ├──► RoundReplicator: its senders
+                                                   ├──► TurnService: turns of the exchange
                                                    ├──► HeartbeatService: judges the job's nodes
                                                    └──► JobRecord.news: waiting reports
 
@@ -51,7 +53,7 @@ class ChangeKind(Enum):
 # Sets of plain members: each operation of enum.Flag takes some 2 µs, and each report puts a change.
 TOLD_TO_SENDERS = frozenset({ChangeKind.RANKS, ChangeKind.OUTCOME})
 TOLD_TO_MONITOR = frozenset({ChangeKind.RANKS, ChangeKind.OUTCOME, ChangeKind.AGENT})
-TOLD_TO_REPORTS = frozenset({ChangeKind.OUTCOME, ChangeKind.EPOCH})
+TOLD_TO_TURNS = TOLD_TO_REPORTS = frozenset({ChangeKind.OUTCOME, ChangeKind.EPOCH})
 
 
 class JobChange(NamedTuple):

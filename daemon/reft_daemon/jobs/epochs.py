@@ -12,7 +12,8 @@ from reft.errors import AttachError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.jobs import rounds, trainers
+from reft_daemon.jobs import parity, rounds, trainers
+from reft_daemon.jobs.capsule_replication import NodePlacement
 from reft_daemon.jobs.changes import ChangeKind
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease, refuse_living
@@ -20,7 +21,12 @@ from reft_daemon.jobs.persistence import save
 from reft_daemon.jobs.undo import record_to_keep
 
 
-def decide(job: JobRecord, request: pb.DecideRequest, holders: Iterable[int]) -> None:
+def decide(
+    job: JobRecord,
+    request: pb.DecideRequest,
+    holders: Iterable[int],
+    placement: NodePlacement = NodePlacement(),  # noqa: B008  frozen
+) -> None:
     """Takes the decision of a new attach, or of a new layout.
 
     A repeated decision changes nothing.
@@ -32,6 +38,7 @@ def decide(job: JobRecord, request: pb.DecideRequest, holders: Iterable[int]) ->
         job: the job of the decision.
         request: the decision.
         holders: the nodes that keep the capsules of this node's ranks from now on.
+        placement: the lanes of the exchange.
 
     Raises:
         StaleEpoch: a decision of a newer epoch is in force.
@@ -54,6 +61,7 @@ def decide(job: JobRecord, request: pb.DecideRequest, holders: Iterable[int]) ->
     job.leases = kept_leases
     for lease in kept_leases.values():
         lease.given_slots.clear()
+    job.guard_lanes, job.sections = placement.guard_lanes, placement.sections
     rounds.start(job)
     save(job)
     job.degraded.start_epoch(job.record)
@@ -70,6 +78,7 @@ def adopt(job: JobRecord) -> None:
     job.degraded.start_epoch(job.record)
     job.slots.add(job.arena.adopt(job.id))
     job.capsule_replication.store.adopt()
+    parity.place(job)
     rounds.start(job)
     for entry in job.record.leases:
         lease = job.leases[entry.rank] = Lease(Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed)
@@ -81,6 +90,7 @@ def adopt(job: JobRecord) -> None:
     for rank in job.ranks:
         rounds.report_sealed_slots(job, rank)
     job.changes.put(job.id, ChangeKind.RANKS)  # the slots may hold news for the other nodes
+    job.changes.put(job.id, ChangeKind.EPOCH)
 
 
 def check_base(job: JobRecord, base: Version | None) -> None:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from reft.core.budget import peak_bytes
+from reft.core.coding.exchange import PARITY_BUFFERS, GuardLane
 from reft.core.commit.round import Round
 from reft.core.commit.version import Epoch
 from reft.errors import StaleEpoch
@@ -48,6 +50,9 @@ class JobRecord:
     Attributes:
         leases: rank → its trainer.
         round: this node's part in the round of the epoch; None before the first decision.
+        guard_lanes: the lanes of the whole job, by which nodes keep parity of one another's slots.
+        sections: rank of this node in a lane → begin and size of its unreplicated section in the
+            data of its slot.
         since_s: when the decision in force came, or this daemon started.
         ended_s: when the last trainer ended.
         sealed_s: rank → when the rank last reported a sealed step.
@@ -60,6 +65,8 @@ class JobRecord:
     slots: JobSlots = field(default_factory=JobSlots)
     leases: dict[int, Lease] = field(default_factory=dict)
     round: Round | None = None
+    guard_lanes: tuple[GuardLane, ...] = ()
+    sections: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     since_s: float = field(default_factory=time.monotonic)
     ended_s: float = field(default_factory=time.monotonic)
     sealed_s: dict[int, float] = field(default_factory=dict)
@@ -113,6 +120,9 @@ class JobRecord:
         for rank in self.ranks:
             sizes = [slot.file_bytes for slot in self.slots.current_of_rank(rank)]
             peak += peak_bytes(max(sizes, default=0), max(len(sizes), self.wanted_slots(rank)))
+            parity_sizes = [slot.file_bytes for slot in self.slots.parity.values() if slot.rank == rank]
+            # The guard's parity of the earlier lanes stays beside two new slots.
+            peak += (PARITY_BUFFERS + 1) * max(parity_sizes, default=0)
         return max(peak, self.held_bytes)
 
     def wanted_slots(self, rank: int) -> int:

@@ -13,11 +13,25 @@ from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile, next_names
 from reft_daemon.arena.headers import header_of
-from reft_daemon.jobs import rounds, trainers
+from reft_daemon.jobs import parity, rounds, trainers
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
 from reft_daemon.jobs.persistence import save
 from reft_daemon.jobs.slots import fitting_slots, is_superfluous
+
+
+async def reserve_parity(job: JobRecord, rank: int) -> None:
+    """Makes the parity slots that a rank lacks: the memfds of an earlier daemon are gone.
+
+    Raises:
+        NoRoom, AttachError: they can't be made.
+    """
+
+    async def reserve() -> None:
+        if geometries := parity.missing_parity(job, rank):
+            job.slots.add(await job.allocator.create(rank, geometries, []))
+
+    await job.allocator.run_alone(reserve)
 
 
 async def lease(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
@@ -63,7 +77,7 @@ async def _lease_alone(job: JobRecord, request: pb.LeaseRequest, process: Proces
 
 
 async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
-    """Returns slots for a rank; makes those that are missing.
+    """Returns slots for a rank; makes those that are missing, and the rank's parity slots.
 
     All ranks have restored the base by now, and other nodes keep its capsules. So slots that
     nobody needs are freed before new memory is taken. While older slots must stay, the rank gets
@@ -74,12 +88,14 @@ async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
     """
     rank, geometry = request.rank, Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
     empty_dropped(job)
+    parity.settle(job)
     headers = {slot.name: header_of(job.id, slot) for slot in job.slots.current_of_rank(rank)}
     names = fitting_slots(headers, geometry, request.slots)
     free_superfluous(job, names if len(names) < request.slots else job.slots.current)
     missing = slots_to_make(request.slots, len(names), holds_older(job, rank, names))
     new_names = next_names(job.slots.all, rank, missing)
-    new_slots = await job.allocator.create(rank, new_names, geometry, list(request.cpus)) if new_names else []
+    geometries = {**dict.fromkeys(new_names, geometry), **parity.missing_parity(job, rank)}
+    new_slots = await job.allocator.create(rank, geometries, list(request.cpus)) if geometries else []
     if len(names) < request.slots:
         # Retired only now: if memory is short, the trainer continues with its old slots.
         job.slots.retire(slot for slot in job.slots.current_of_rank(rank) if slot.name not in names)

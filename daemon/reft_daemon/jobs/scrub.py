@@ -26,6 +26,7 @@ from reft.core.commit.version import Version
 from reft.errors import FormatError
 from reft_daemon.arena.arena import SlotFile
 from reft_daemon.arena.headers import header_of
+from reft_daemon.jobs.changes import ChangeKind
 from reft_daemon.jobs.job_record import JobRecord
 
 log = logging.getLogger("reft.daemon")
@@ -80,7 +81,7 @@ async def take_turn(jobs: Mapping[str, JobRecord], counts: ScrubCounts, now_s: f
         (job.id, slot.name): (slot, header.version)
         for job in jobs.values()
         if is_idle(now_s - max([job.since_s, *job.sealed_s.values()]))
-        for slot in job.slots.all.values()
+        for slot in job.slots.readable.values()
         if (header := header_of(job.id, slot)) and header.state is SlotState.SEALED and header.version is not None
     }
     counts.progress = {key: progress for key, progress in counts.progress.items() if key in slots}
@@ -102,6 +103,7 @@ async def take_turn(jobs: Mapping[str, JobRecord], counts: ScrubCounts, now_s: f
     if header is not None and header.state is SlotState.SEALED and header.version == version:
         slot.damaged = version
         counts.damaged += 1
+        jobs[key[0]].changes.put(key[0], ChangeKind.OUTCOME)  # it may be part of what is protected
         log.error(
             "job=%s slot=%s, rank %d, %s has changed in memory: %s. It counts as lost; an attach or reft-cli recover "
             "makes it again, if other nodes hold enough.",

@@ -3,6 +3,7 @@
 lease ─► current ── a larger layout, or the rank moves ──► retired ── a newer whole step ──► freed
             └── a change of shape: all but the base's ────────┴── before new slots ──────────► freed
 rebuild ─► drafts ── sealed ──► current, or retired
+lease, turn ─► parity ── other lanes, and no version that must stay ──► freed
 """
 
 from __future__ import annotations
@@ -26,19 +27,27 @@ class JobSlots:
         retired: earlier slots of this node's ranks, and slots of ranks that train on another node
             now.
         drafts: those that a rebuild is making; no rank may use them yet.
+        parity: those for parity of the exchange; no trainer uses them.
     """
 
     current: dict[str, SlotFile] = field(default_factory=dict)
     retired: dict[str, SlotFile] = field(default_factory=dict)
     drafts: dict[str, SlotFile] = field(default_factory=dict)
+    parity: dict[str, SlotFile] = field(default_factory=dict)
 
     @property
     def all(self) -> dict[str, SlotFile]:
+        """The slots of snapshots, without those of parity."""
         return {**self.drafts, **self.retired, **self.current}
 
     @property
+    def readable(self) -> dict[str, SlotFile]:
+        """All slots: those of snapshots and those of parity."""
+        return {**self.all, **self.parity}
+
+    @property
     def held_bytes(self) -> int:
-        return sum(slot.file_bytes for slot in self.all.values())
+        return sum(slot.file_bytes for slot in self.readable.values())
 
     @property
     def backing(self) -> str:
@@ -59,12 +68,13 @@ class JobSlots:
             self.retired[slot.name] = self.current.pop(slot.name)
 
     def add(self, slots: Iterable[SlotFile]) -> None:
-        """Adds current slots."""
-        self.current.update({slot.name: slot for slot in slots})
+        """Adds current slots, and slots of parity."""
+        for slot in slots:
+            (self.parity if slot.is_parity else self.current)[slot.name] = slot
 
     def clear(self) -> None:
         """Forgets all slots: they were freed."""
-        for slots in (self.current, self.retired, self.drafts):
+        for slots in (self.current, self.retired, self.drafts, self.parity):
             slots.clear()
 
 

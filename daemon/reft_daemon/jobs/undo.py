@@ -25,7 +25,7 @@ from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.headers import header_of
-from reft_daemon.jobs import rounds
+from reft_daemon.jobs import parity, rounds
 from reft_daemon.jobs.changes import ChangeKind
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
@@ -71,6 +71,7 @@ def undo(job: JobRecord) -> None:
     }
     job.slots.add([job.slots.retired.pop(name) for name in list(job.slots.retired)])
     job.round = None
+    parity.place(job)
     rounds.start(job)
     if job.round is not None:
         for rank in job.ranks:

@@ -8,11 +8,11 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from pathlib import Path
 
 from reft.wire.process import set_oom_score
-from reft.wire.tls import socket_context
 from reft_daemon.mover.child import MoverChild
 from reft_daemon.mover.range_server import RangeServer
 
@@ -37,9 +37,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # a signal to the group is for the daemon, whose end ends this process
     files = tuple(settings.tls or ())
     # Each connection reads the files as they are now: they may be replaced while jobs run.
-    server_tls, client_tls = (
-        functools.partial(socket_context, *files, is_server=is_server) for is_server in (True, False)
-    )
+    server_tls, client_tls = (functools.partial(_context, is_server, *files) for is_server in (True, False))
     family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     server = RangeServer(listener, server_tls if files else None, settings.bytes_per_s)
@@ -48,6 +46,24 @@ def main() -> None:
         MoverChild(channel, server, client_tls if files else None).run()
     finally:
         os._exit(0)  # threads may be waiting for other nodes
+
+
+def _context(is_server: bool, cert: Path, key: Path, ca: Path) -> ssl.SSLContext:
+    """Returns a context for plain sockets: mutual TLS, as on the channels.
+
+    Raises:
+        OSError: a file can't be read, or the files do not fit together.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(cert, key, password=_refuse)
+    context.load_verify_locations(ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _refuse() -> str:
+    raise OSError("the key is encrypted")
 
 
 if __name__ == "__main__":

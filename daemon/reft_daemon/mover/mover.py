@@ -71,12 +71,14 @@ class MoverSettings(NamedTuple):
         port: 0: any free one.
         bytes_per_s: limit on what it sends; 0: none.
         tls: the daemon's certificates; None: plain TCP.
+        advertised: what other nodes call instead of the daemon's own host; empty: that host.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     bytes_per_s: int = 0
     tls: Tls | None = None
+    advertised: str = ""
 
 
 class SourceSlot(NamedTuple):

@@ -202,7 +202,8 @@ class Rebuild:
 
     async def _allocate(self, job: JobRecord, lost: _LostSlot, slots: dict[int, SlotFile]) -> SlotFile:
         self._check_not_replaced(job)
-        (slot,) = await job.allocator.create(lost.rank, next_names(job.slots.all, lost.rank, 1), lost.geometry, [])
+        (name,) = next_names(job.slots.all, lost.rank, 1)
+        (slot,) = await job.allocator.create(lost.rank, {name: lost.geometry}, [])
         slots[lost.rank] = slot
         # a draft until it is sealed: an attach that comes meanwhile must not lease it
         job.slots.drafts[slot.name] = slot

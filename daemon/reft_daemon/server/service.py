@@ -159,8 +159,9 @@ class DaemonService(pb_grpc.DaemonServicer):
             return reply
         if request.end_orphans:
             await trainers.end_orphans(job, request.launch, request.pids)
+            await self._registry.turns.hold(job)
         reply.manifest.CopyFrom(job.record.manifest)
-        reply.slots.extend(header_messages(job.id, job.slots.all.values()))
+        reply.slots.extend(header_messages(job.id, job.slots.readable.values()))
         reply.capsules.extend(job.capsule_replication.store.headers())
         reply.had_whole = job.record.had_whole
         reply.trained_s, reply.failed, reply.reached = job.trained_s, job.has_failed, job.reached
@@ -349,8 +350,10 @@ class DaemonService(pb_grpc.DaemonServicer):
             registry.get(request.job)
         jobs = [job for job in registry.jobs.values() if not request.job or job.id == request.job]
         statuses = [_status(job, self._identity.node) for job in jobs]
-        for each in statuses:
+        for job, each in zip(jobs, statuses, strict=True):
             each.signals.extend(registry.heartbeat_service.status(each.job))
+            if exchange := registry.turns.status(job):
+                each.exchange.CopyFrom(exchange)
         if request.deep:
             await asyncio.gather(*(self._ask_peers(job, status) for job, status in zip(jobs, statuses, strict=True)))
         return pb.StatusReply(
@@ -413,6 +416,13 @@ class PeerService(pb_grpc.PeerServicer):
         await authorise(self._registry, request.job, context)
         capsules.keep(self._registry.get(request.job), request)
         return pb.KeepReply()
+
+    @translated
+    async def OpenBulk(self, request: pb.OpenBulkRequest, context: Context) -> pb.OpenBulkReply:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        job.check_epoch(request.epoch)
+        return await self._registry.turns.open_bulk(job)
 
     @translated
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:

@@ -92,7 +92,7 @@ def test_slots_lie_in_huge_pages_for_the_daemon_and_for_the_trainer(monkeypatch,
         arena = Arena(Path(folder) / "arena", 0)
         if is_memfd:
             monkeypatch.setattr("reft_daemon.arena.limits.file_system_free", lambda folder: 0)
-        (slot,) = arena.create("job", 0, ["rank-0.slot-0"], geometry, [])
+        (slot,) = arena.create("job", 0, {"rank-0.slot-0": geometry}, [])
         assert (slot.path is None) is is_memfd
         assert in_huge_pages(slot.map.data) <= HUGE, "the daemon has only the header mapped"
         slot.map.data[::PAGE].max()  # now the daemon has the whole slot mapped

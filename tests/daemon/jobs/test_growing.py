@@ -167,7 +167,7 @@ def test_only_a_lack_of_memory_raises_no_room(arena, monkeypatch):
     for number, kind in ((errno.EMFILE, AttachError), (errno.ENOSPC, NoRoom)):
         refuse(number)
         with pytest.raises(AttachError) as raised:
-            arena.create("job", 0, ["rank-0.slot-0"], Geometry(4096, 4096, 4096), [])
+            arena.create("job", 0, {"rank-0.slot-0": Geometry(4096, 4096, 4096)}, [])
         assert type(raised.value) is kind
     assert len(os.listdir("/proc/self/fd")) == before and arena.held_bytes == 0
 
@@ -245,7 +245,7 @@ def test_slots_count_as_held_before_they_are_made(arena, monkeypatch):
         return make_slot(*arguments)
 
     monkeypatch.setattr(arena, "_make_slot", look)
-    slots = arena.create("job", 0, ["rank-0.slot-0", "rank-0.slot-1"], Geometry(4096, 4096, 4096), [])
+    slots = arena.create("job", 0, dict.fromkeys(("rank-0.slot-0", "rank-0.slot-1"), Geometry(4096, 4096, 4096)), [])
     assert held == [sum(slot.file_bytes for slot in slots)] * 2
 
 

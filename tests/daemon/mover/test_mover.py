@@ -62,6 +62,10 @@ def pid_of(mover: Mover) -> int:
     return mover._running.process.pid
 
 
+def text_of(mover: Mover, name: str) -> str:
+    return Path(f"/proc/{pid_of(mover)}/{name}").read_text()
+
+
 async def new_writer(mover: Mover, slot, nbytes: int = PIECE) -> ParityWriter:
     return await mover.begin("job", slot, at(7), LANE, nbytes)
 
@@ -131,7 +135,7 @@ def test_a_refused_pull_counts_what_it_has_folded():
 
 def test_a_cancelled_pull_has_ended_before_its_caller_goes_on():
     """The source admits the connection, and then sends nothing."""
-    source, slot = section_source(1, PIECE, at(7)), memory_slot("parity", 0, PIECE)
+    slot = memory_slot("parity", 0, PIECE)
 
     async def act(mover: Mover) -> None:
         asked = asyncio.Event()
@@ -169,10 +173,9 @@ def test_a_forgotten_job_is_mapped_no_more():
     async def act(mover: Mover) -> None:
         writer = await new_writer(mover, slot)
         await pulled(mover, writer, [source], source, piece_ranges(PIECE, 0))
-        maps = Path(f"/proc/{pid_of(mover)}/maps")
-        assert "reft-parity-map" in maps.read_text() and "rank-1.slot-0" in maps.read_text()
+        assert "reft-parity-map" in text_of(mover, "maps") and "rank-1.slot-0" in text_of(mover, "maps")
         await mover.forget("job")
-        assert "reft-parity-map" not in maps.read_text() and "rank-1.slot-0" not in maps.read_text()
+        assert "reft-parity-map" not in text_of(mover, "maps") and "rank-1.slot-0" not in text_of(mover, "maps")
         with pytest.raises(PullFailed):
             await pulled(mover, writer, [], source, piece_ranges(PIECE, 0))
 
@@ -182,8 +185,7 @@ def test_a_forgotten_job_is_mapped_no_more():
 def test_the_mover_is_the_kernels_first_victim_and_ends_with_its_daemon():
     async def act(mover: Mover) -> None:
         await mover.port()
-        pid = pid_of(mover)
-        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 900
+        assert int(text_of(mover, "oom_score_adj")) == 900
         asyncio.get_running_loop().remove_reader(mover._running.channel)  # else the daemon would kill it
         mover._running.channel.shutdown(socket.SHUT_RDWR)  # as at the daemon's death
         assert await asyncio.to_thread(mover._running.process.wait, 30) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import socket
 import struct
@@ -58,7 +59,7 @@ def plain(server) -> socket.socket:
 
 def test_ranges_in_any_order_and_of_any_length_arrive(server, source):
     cuts = sorted({0, SECTION, *random.Random(1).sample(range(SECTION), 12)})
-    ranges = [(begin, begin, end - begin) for begin, end in zip(cuts, cuts[1:], strict=False)]
+    ranges = [(begin, begin, end - begin) for begin, end in itertools.pairwise(cuts)]
     random.Random(2).shuffle(ranges)
     assert fetched(server, ranges)[:SECTION] == source.section
 

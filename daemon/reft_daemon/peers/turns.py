@@ -1,0 +1,387 @@
+"""Turns of the exchange: makes the parity that this node keeps of other nodes' slots.
+
+    pins(turn = T) ─► for each rank here in a guard lane, at the same time:
+                        a parity slot ─► begin ─► source j+1: ticket, pull ─► source j+2 … ─► seal
+                          all sealed ─────────────────────────────► note_guarded(T)
+                          a source is damaged, gone or silent ────► note_unguarded(T, lane, why)
+                          no room, a mover that ends again ───────► note_unguarded(T, lane, why)
+    pins(protected = P) ─► parity or slot of P is gone here ──────► note_unguarded(P, lane, why)
+    pins without T, or another T ─► the turn ends; the mover unmaps the job's slots
+    an attach begins ─► no turn until its decision, at most HOLD_S
+
+The mover moves the bytes (`reft_daemon/mover`), the coordinator decides (`core/commit/pins.py`).
+
+* Lost: a ticket or a connection that is lost is asked for again, until nothing has moved for
+  PATIENCE_S. A mover that ends loses the parity under way, which is begun anew, ATTEMPTS times.
+* Late: pins of an earlier epoch never come here. A turn that is older than a parity slot writes
+  nothing.
+* Repeated: pins that say the same change nothing. Parity that is sealed already is not made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+
+from reft.core.commit.parity_slots import choose_buffer
+from reft.core.commit.pins import UnguardedLane
+from reft.core.commit.version import Version
+from reft.errors import AttachError, ReftError
+from reft.wire import messages
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.arena.arena import SlotFile
+from reft_daemon.arena.headers import header_of, sealed_versions
+from reft_daemon.jobs import leasing, parity, rounds
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.parity import LocalLane
+from reft_daemon.mover.mover import Mover, MoverGone, ParityWriter, PullFailed, SourceSlot
+from reft_daemon.mover.range_client import MoverAddress, RangePull
+from reft_daemon.mover.range_protocol import FRAME_S, RangeStatus
+from reft_daemon.peers.round_replicator import PeerChannels, reason_of
+
+log = logging.getLogger("reft.daemon")
+HOLD_S: Final = 60.0  # from the beginning of an attach to its decision, at most
+PATIENCE_S: Final = 30.0  # without a folded range
+RETRY_S: Final = 0.3
+TICKET_DEADLINE_S: Final = 30.0  # the other mover may have to start
+RANGES_MAX: Final = 64  # of one connection
+ATTEMPTS: Final = 5
+
+
+class LaneUnguardable(ReftError):
+    """The parity of a lane can't be made in this turn."""
+
+
+@dataclass
+class JobTurn:
+    """A turn of one job, under way or over.
+
+    Attributes:
+        version: whose parity is made.
+        task: ends with the turn.
+        began_s: when it began.
+        took_s: how long it took; None: it is under way, or has failed.
+        nbytes: that this node receives.
+        received_bytes: of them, so far.
+    """
+
+    version: Version
+    task: asyncio.Task[None] | None = None
+    began_s: float = field(default_factory=time.monotonic)
+    took_s: float | None = None
+    nbytes: int = 0
+    received_bytes: int = 0
+
+
+class TurnService:
+    """The turns of all jobs on this daemon.
+
+    Args:
+        peers: channels to other daemons.
+        mover: moves the bytes.
+        bulk_host: where other nodes reach the mover; empty: at the address of this daemon.
+    """
+
+    def __init__(self, peers: PeerChannels, mover: Mover, bulk_host: str = "") -> None:
+        self._peers = peers
+        self._mover = mover
+        self._bulk_host = bulk_host
+        self._turns: dict[str, JobTurn] = {}
+        self._rates: dict[str, float] = {}  # job → bytes per second of its last turn
+        self._protected: dict[str, tuple[Version, float]] = {}  # job → what is protected, and since when
+        self._noted: dict[str, frozenset[UnguardedLane]] = {}  # job → losses of what is protected
+        self._held: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # What the registry and the services call
+
+    def wake(self, job: JobRecord) -> None:
+        """Does what the job's present pins ask for."""
+        if not job.guard_lanes and job.id not in self._turns:
+            return
+        self._check_protected(job)
+        version = turn_of(job) if job.id not in self._held else None
+        earlier = self._turns.get(job.id)
+        if earlier is None and version is None:
+            return
+        if version is None:
+            self._end(job.id)
+        elif earlier is None or earlier.version != version:
+            if earlier is not None and earlier.task is not None:
+                earlier.task.cancel()
+            turn = self._turns[job.id] = JobTurn(version)
+            turn.task = self._start(self._run(job, turn, earlier))
+
+    async def hold(self, job: JobRecord) -> None:
+        """Ends the job's turn: an attach reads the slots, and decides which versions count.
+
+        Returns once the mover has no slot of the job. The decision ends this.
+        """
+        if not job.guard_lanes:
+            return
+        self.release(job.id)
+        self._held[job.id] = asyncio.get_running_loop().call_later(HOLD_S, self._end_hold, job)
+        await asyncio.wait({self._end(job.id)})
+
+    def release(self, name: str) -> None:
+        """Permits turns of a job again."""
+        if timer := self._held.pop(name, None):
+            timer.cancel()
+
+    def _end_hold(self, job: JobRecord) -> None:
+        self.release(job.id)
+        self.wake(job)
+
+    def drop(self, name: str) -> None:
+        """Ends the turn of a job that is dropped."""
+        self.release(name)
+        self._protected.pop(name, None)
+        self._rates.pop(name, None)
+        self._noted.pop(name, None)
+        self._end(name)
+
+    async def open_bulk(self, job: JobRecord) -> pb.OpenBulkReply:
+        """Returns a ticket to this node's slots of a job.
+
+        Raises:
+            AttachError: an attach has begun, or the mover does not run.
+        """
+        if job.id in self._held:
+            raise AttachError(f"job {job.id} is being attached; its turns begin after the decision.")
+        slots = [
+            SourceSlot(slot, *job.sections[slot.rank]) for slot in job.slots.all.values() if slot.rank in job.sections
+        ]
+        ticket, port = await self._mover.grant(job.id, slots)
+        return pb.OpenBulkReply(port=port, ticket=ticket, address=self._bulk_host)
+
+    def status(self, job: JobRecord) -> pb.ExchangeStatus | None:
+        """Returns the state of the job's exchange; None if nothing is exchanged."""
+        if not job.guard_lanes or job.round is None:
+            return None
+        now, pins, turn = time.monotonic(), job.round.outcome.pins, self._turns.get(job.id)
+        status = pb.ExchangeStatus(protected=pins.protected, turn=pins.turn, bytes_per_s=self._rates.get(job.id, 0.0))
+        version, since_s = self._protected.get(job.id, (None, now))
+        if version == Version(job.epoch, pins.protected):
+            status.protected_age_s = now - since_s
+        if turn is not None and pins.turn >= 0:
+            status.turn_age_s = now - turn.began_s
+            status.turn_bytes, status.received_bytes = turn.nbytes, turn.received_bytes
+        for lane in sorted(job.round.guard.report(pins).lanes):
+            status.lanes.add(step=lane.step, lane=lane.lane, words=lane.words)
+        return status
+
+    async def close(self) -> None:
+        """Ends all turns and the mover."""
+        for name in list(self._held):
+            self.release(name)
+        for turn in self._turns.values():
+            if turn.task is not None:
+                turn.task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._mover.close()
+
+    # One turn
+
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a turn has failed", exc_info=error)
+
+    def _end(self, name: str) -> asyncio.Task[None]:
+        """Ends a job's turn, and lets the mover unmap its slots; returns what is to be awaited."""
+        turn = self._turns.pop(name, None)
+        if turn is not None and turn.task is not None:
+            turn.task.cancel()
+
+        async def end() -> None:
+            if turn is not None and turn.task is not None:
+                await asyncio.wait({turn.task})
+            await self._mover.forget(name)
+
+        return self._start(end())
+
+    async def _run(self, job: JobRecord, turn: JobTurn, earlier: JobTurn | None) -> None:
+        if earlier is not None and earlier.task is not None:
+            await asyncio.wait({earlier.task})
+        lanes = parity.local_lanes(job)
+        turn.nbytes = sum(
+            length for local in lanes for source in local.lane.sources_of(local.member)
+            for _, _, length in local.lane.requests(source, local.member, job.record.manifest.chunk_bytes)
+        )  # fmt: skip
+        # With `return_exceptions` a cancelled turn ends after all its lanes, not after the first one.
+        outcomes = await asyncio.gather(*(self._guard(job, turn, local) for local in lanes), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        took_s = time.monotonic() - turn.began_s
+        if all(outcomes):
+            turn.took_s = took_s
+            if turn.received_bytes:
+                self._rates[job.id] = turn.received_bytes / max(took_s, 1e-9)
+            log.info(
+                "job=%s parity of %s is sealed here: %d bytes in %.2f s", job.id, turn.version, turn.nbytes, took_s
+            )
+        rounds.note_guarded(job, turn.version.step)
+
+    async def _guard(self, job: JobRecord, turn: JobTurn, local: LocalLane) -> bool:
+        """Makes the parity of one lane; returns whether it is sealed. Notes why it is not."""
+        try:
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    await self._make(job, turn, local)
+                    return True
+                except MoverGone as error:
+                    if attempt == ATTEMPTS:
+                        raise
+                    log.warning("job=%s lane=%d is begun anew: %s", job.id, local.number, error)
+            raise AssertionError("not reached")
+        except (ReftError, OSError) as error:
+            words = error.message if isinstance(error, ReftError) else str(error)
+            log.warning("job=%s lane=%d %s is not guarded: %s", job.id, local.number, turn.version, words)
+            rounds.note_unguarded(job, [UnguardedLane(turn.version.step, local.number, words)])
+            return False
+
+    async def _make(self, job: JobRecord, turn: JobTurn, local: LocalLane) -> None:
+        """Fills and seals a parity slot, unless one is sealed already.
+
+        Raises:
+            LaneUnguardable, NoRoom, AttachError: it can't be made.
+            MoverGone: the mover has ended; the slot must be begun anew.
+        """
+        if parity.sealed_parity(job, local, turn.version):
+            return
+        await leasing.reserve_parity(job, local.rank)
+        slot = _buffer_of(job, local, turn.version)
+        slot.damaged = None
+        lane = local.lane
+        writer = await self._mover.begin(job.id, slot, turn.version, lane.digest, lane.parity_bytes)
+        try:
+            for source in lane.sources_of(local.member):
+                await self._pull(job, turn, local, source, writer)
+            await writer.seal()
+        finally:
+            await writer.drop()
+
+    async def _pull(self, job: JobRecord, turn: JobTurn, local: LocalLane, source: int, writer: ParityWriter) -> None:
+        """Folds all that a lane's parity needs of one source.
+
+        Raises:
+            LaneUnguardable: the source can't give it, or is silent.
+            MoverGone: the mover has ended.
+        """
+        lane = local.lane
+        rank, node = lane.members[source], _node_of(job, lane.members[source])
+        ranges = list(lane.requests(source, local.member, job.record.manifest.chunk_bytes))
+        moved_s = time.monotonic()
+        while ranges:
+            batch, reason = ranges[:RANGES_MAX], ""
+            folded = len(batch)
+            try:
+                pull = RangePull(*(await self._ticket(job, node)), turn.version, rank, batch)
+                await writer.pull(pull, FRAME_S * (len(batch) + 2))
+            except MoverGone:
+                raise
+            except PullFailed as error:
+                folded, reason = error.folded, error.message
+                if error.status is not RangeStatus.OK:
+                    raise LaneUnguardable(f"rank {rank} on node {node.name} {error.message}.") from error
+            except (grpc.RpcError, OSError, ReftError) as error:
+                folded, reason = 0, reason_of(error)
+            turn.received_bytes += sum(length for _, _, length in batch[:folded])
+            del ranges[:folded]
+            if folded:
+                moved_s = time.monotonic()
+            elif time.monotonic() - moved_s > PATIENCE_S:
+                raise LaneUnguardable(f"node {node.name} gives nothing of rank {rank} for {PATIENCE_S:g} s: {reason}.")
+            if ranges and reason:
+                await asyncio.sleep(RETRY_S)
+
+    async def _ticket(self, job: JobRecord, node: pb.Node) -> tuple[MoverAddress, bytes]:
+        request = pb.OpenBulkRequest(job=job.id, epoch=messages.epoch_to(job.epoch))
+        token = job.record.manifest.token
+        reply = await self._peers.call(node, token, pb_grpc.PeerStub, "OpenBulk", request, TICKET_DEADLINE_S)
+        assert isinstance(reply, pb.OpenBulkReply)
+        return mover_address(node, reply), reply.ticket
+
+    # What is protected
+
+    def _check_protected(self, job: JobRecord) -> None:
+        """Notes the lanes whose parity, or own slot, of the protected step is gone here."""
+        step = job.round.outcome.pins.protected if job.round is not None else -1
+        if step < 0:
+            return
+        version = Version(job.epoch, step)
+        if self._protected.get(job.id, (None, 0.0))[0] != version:
+            self._protected[job.id] = version, time.monotonic()
+            parity.settle(job)  # the guard's parity is no longer needed
+        lost = frozenset(
+            UnguardedLane(step, local.number, words)
+            for local in parity.local_lanes(job)
+            if (words := _loss(job, local, version))
+        )
+        if lost - self._noted.get(job.id, frozenset()):
+            self._noted[job.id] = lost
+            # Not at once: the change that is told now must put no other change.
+            asyncio.get_running_loop().call_soon(rounds.note_unguarded, job, sorted(lost))
+
+
+def turn_of(job: JobRecord) -> Version | None:
+    """Returns the version whose parity is to be made; None: there is no turn."""
+    turn = job.round.outcome.pins.turn if job.round is not None else -1
+    return Version(job.epoch, turn) if turn >= 0 else None
+
+
+def _node_of(job: JobRecord, rank: int) -> pb.Node:
+    return next(node for node in job.record.manifest.nodes if rank in node.ranks)
+
+
+def _buffer_of(job: JobRecord, local: LocalLane, version: Version) -> SlotFile:
+    """Returns the parity slot that a turn writes.
+
+    Raises:
+        LaneUnguardable: none may be written.
+    """
+    slots = parity.buffers(job, local)
+    headers = [header_of(job.id, slot) for slot in slots]
+    held = [header.version if header else None for header in headers]
+    index = choose_buffer(held, parity.kept_version(job), version)
+    if index is None:
+        raise LaneUnguardable(f"the parity slots of rank {local.rank} hold newer parity than {version}.")
+    return slots[index]
+
+
+def _loss(job: JobRecord, local: LocalLane, version: Version) -> str:
+    """Returns what a lane lacks here of a protected version; empty if it lacks nothing."""
+    if parity.sealed_parity(job, local, version) is None:
+        return f"the parity that rank {local.rank}'s node keeps is gone."
+    slots = job.slots.of_rank(local.rank)
+    # A restarted daemon may still wait for memfds that the trainer gives back.
+    if slots and version not in sealed_versions(job.id, slots):
+        return f"the slot of rank {local.rank} is gone, or has changed in memory."
+    return ""
+
+
+def mover_address(node: pb.Node, reply: pb.OpenBulkReply) -> MoverAddress:
+    """Returns where the mover of a node listens.
+
+    Args:
+        node: the node, as in the manifest.
+        reply: of its daemon. Without an address the mover listens at the daemon's.
+    """
+    hosts = [each.rpartition(":")[0].strip("[]") for each in node.addresses if not each.startswith("unix:")]
+    host = hosts[0] if hosts else "127.0.0.1"  # daemons of one host, which call each other by their sockets
+    return MoverAddress(reply.address or host, reply.port, host)
