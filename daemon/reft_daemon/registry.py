@@ -189,9 +189,9 @@ class Registry:
         self.heartbeat_service.monitors.note_decision(job)
 
     async def secure(self, request: pb.SecureRequest) -> None:
-        """Sends the capsules of the decision's base to this node's holders.
+        """Sends the capsules of the decision's base and guard to this node's holders.
 
-        Returns once the holders keep them.
+        Returns once the holders keep them. The holders may be other nodes than before.
 
         The base may be a version that never became whole: all ranks sealed it, but some capsules
         did not arrive. The next snapshots overwrite older whole versions. So the base's capsules
@@ -203,10 +203,10 @@ class Registry:
         """
         job = self.get(request.job)
         job.check_epoch(request.epoch)
-        base = messages.decision_from(job.record.decision).base
-        if base is None:
-            return
-        batches = job.capsule_replication.batches_of_version(job.slots.all.values(), base)
+        decision = messages.decision_from(job.record.decision)
+        kept = {version for version in (decision.base, decision.guard) if version is not None}
+        slots = job.slots.all.values()
+        batches = [batch for version in kept for batch in job.capsule_replication.batches_of_version(slots, version)]
         nodes, token, stub = job.record.manifest.nodes, job.record.manifest.token, pb_grpc.PeerStub
 
         async def send_to(holder: int) -> None:
@@ -216,7 +216,7 @@ class Registry:
                     await self.peers.call(nodes[holder], token, stub, "Keep", keep, KEEP_DEADLINE_S, reconnect=True)
                 except (grpc.RpcError, OSError) as error:
                     raise AttachError(
-                        f"node {nodes[holder].name} does not keep the capsules of {base}: {reason_of(error)}.",
+                        f"node {nodes[holder].name} does not keep the capsules of {decision.base}: {reason_of(error)}.",
                         "check the daemon of that node",
                     ) from error
 
@@ -399,9 +399,9 @@ def _check_decision(request: pb.DecideRequest) -> None:
         raise ConfigError(
             f"a decision of job {name} names {len(request.decision.known)} attaches; the limit is {KNOWN_MAX}."
         )
-    base = request.base_manifest
-    if request.HasField("base_manifest") and (base.job != name or base.ByteSize() > MANIFEST_MAX):
-        raise ConfigError(
-            f"the base's manifest names job {base.job!r} and has {base.ByteSize()} bytes; it must name job {name} and "
-            f"may have {MANIFEST_MAX} bytes."
-        )
+    for what, earlier in (("base", request.base_manifest), ("guard", request.guard_manifest)):
+        if request.HasField(f"{what}_manifest") and (earlier.job != name or earlier.ByteSize() > MANIFEST_MAX):
+            raise ConfigError(
+                f"the {what}'s manifest names job {earlier.job!r} and has {earlier.ByteSize()} bytes; it must name job "
+                f"{name} and may have {MANIFEST_MAX} bytes."
+            )

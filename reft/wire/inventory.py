@@ -88,13 +88,8 @@ class JobSurvey:
         """Returns epoch → the manifest that its versions were written under."""
         manifests = dict(self.before.manifests) if self.before else {}
         for reply in self.replies.values():
-            if not reply.HasField("decision"):
-                continue
-            decision = messages.decision_from(reply.decision)
-            if reply.HasField("manifest"):  # a survey leaves out manifests that another reply has
-                manifests.setdefault(decision.epoch, reply.manifest)
-            if decision.base is not None and reply.HasField("base_manifest"):
-                manifests.setdefault(decision.base.epoch, reply.base_manifest)
+            # a survey leaves out manifests that another reply has
+            manifests = {**messages.manifests_from(reply), **manifests}
         return manifests
 
     @property

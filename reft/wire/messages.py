@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import DecodeError
 
 from reft.core.commit.decision import Decision
+from reft.core.commit.pins import GuardReport, Pins, UnguardedLane
 from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, StepReport
 from reft.core.commit.slots import SlotState
@@ -26,6 +27,7 @@ MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 NODE_REPORTS_MAX = 512  # reports in one beat, the most severe first; the next beats have the rest
 REASON_MAX = 300  # characters
+LANES_MAX = 4096  # lanes without parity in one report; a job has fewer lanes
 
 
 def check_protocol(theirs: int, their_oldest: int, who: str, ours: str) -> None:
@@ -85,12 +87,29 @@ def decision_to(decision: Decision) -> pb.Decision:
     message = pb.Decision(epoch=epoch_to(decision.epoch), known=map(epoch_to, decision.known))
     if decision.base is not None:
         message.base.CopyFrom(version_to(decision.base))
+    if decision.guard is not None:
+        message.guard.CopyFrom(version_to(decision.guard))
     return message
 
 
 def decision_from(message: pb.Decision) -> Decision:
     base = version_from(message.base) if message.HasField("base") else None
-    return Decision(epoch_from(message.epoch), base, tuple(map(epoch_from, message.known)))
+    guard = version_from(message.guard) if message.HasField("guard") else None
+    return Decision(epoch_from(message.epoch), base, tuple(map(epoch_from, message.known)), guard)
+
+
+def manifests_from(
+    message: pb.JobRecord | pb.InventoryReply | pb.DecideRequest | pb.RebuildRequest,
+) -> dict[Epoch, pb.Manifest]:
+    """Returns epoch → the manifest that its versions were written under."""
+    decision, manifests = message.decision, {}
+    if message.HasField("guard_manifest") and decision.HasField("guard"):
+        manifests[epoch_from(decision.guard.epoch)] = message.guard_manifest
+    if message.HasField("base_manifest") and decision.HasField("base"):
+        manifests[epoch_from(decision.base.epoch)] = message.base_manifest
+    if message.HasField("manifest") and message.HasField("decision"):
+        manifests[epoch_from(decision.epoch)] = message.manifest
+    return manifests
 
 
 def held_slot_from(node_id: str, header: pb.SlotHeader) -> HeldSlot:
@@ -145,16 +164,49 @@ def report_from(message: pb.StepReport) -> StepReport:
 
 def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
     return pb.Outcome(
-        job=job, epoch=epoch_to(epoch), whole=outcome.whole, until=outcome.until, open=sorted(outcome.open),
+        job=job, epoch=epoch_to(epoch), until=outcome.until, open=sorted(outcome.open),
         mismatched=sorted(outcome.mismatched), every=outcome.interval.every, interval_start=outcome.interval.start,
-        layout=layout_outcome_to(outcome.layout),
+        layout=layout_outcome_to(outcome.layout), pins=pins_to(outcome.pins),
     )  # fmt: skip
 
 
 def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
+    pins = pins_from(message.pins) if message.HasField("pins") else Pins()
     interval = SnapshotInterval(message.interval_start, message.every)
     open_steps, mismatched = frozenset(message.open), frozenset(message.mismatched)
-    return Outcome(message.whole, message.until, open_steps, mismatched, interval, layout_outcome_from(message.layout))
+    return Outcome(pins, message.until, open_steps, mismatched, interval, layout_outcome_from(message.layout))
+
+
+def pins_to(pins: Pins) -> pb.Pins:
+    return pb.Pins(seq=pins.seq, whole=pins.whole, turn=pins.turn, protected=pins.protected)
+
+
+def pins_from(message: pb.Pins) -> Pins:
+    return Pins(message.seq, message.whole, message.turn, message.protected)
+
+
+def guard_report_to(report: GuardReport) -> pb.GuardReport:
+    lanes = [
+        pb.UnguardedLane(step=lane.step, lane=lane.lane, words=lane.words[:REASON_MAX])
+        for lane in sorted(report.lanes)[:LANES_MAX]
+    ]
+    return pb.GuardReport(guarded=None if report.guarded < 0 else report.guarded, lanes=lanes)
+
+
+def guard_report_from(message: pb.GuardReport) -> GuardReport:
+    """Returns what a subtree guards.
+
+    Raises:
+        ConfigError: a step is above STEP_MAX, or there are more than LANES_MAX lanes.
+    """
+    guarded = message.guarded if message.HasField("guarded") else -1
+    newest = max((guarded, *(lane.step for lane in message.lanes)))
+    if newest > STEP_MAX:
+        raise ConfigError(f"step {newest} can't be guarded: steps end at {STEP_MAX}.")
+    if len(message.lanes) > LANES_MAX:
+        raise ConfigError(f"{len(message.lanes)} lanes are reported as unguarded; the limit is {LANES_MAX}.")
+    lanes = (UnguardedLane(lane.step, lane.lane, lane.words[:REASON_MAX]) for lane in message.lanes)
+    return GuardReport(guarded, frozenset(lanes))
 
 
 def layout_report_to(layout: LayoutReport) -> pb.LayoutReport:

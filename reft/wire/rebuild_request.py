@@ -82,4 +82,6 @@ def rebuild_request(
     )  # fmt: skip
     if decision.base is not None and decision.base.epoch in job_survey.manifests:
         request.base_manifest.CopyFrom(job_survey.manifests[decision.base.epoch])
+    if decision.guard is not None and decision.guard.epoch in job_survey.manifests:
+        request.guard_manifest.CopyFrom(job_survey.manifests[decision.guard.epoch])
     return request

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.core.commit.decision import Decision
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import UNDECIDED_MAX, Outcome, StepReport
 from reft.core.commit.slots import SlotState
 from reft.core.commit.snapshot_interval import SnapshotInterval
@@ -88,15 +89,18 @@ def test_more_undecided_steps_than_slots_are_refused():
 
 @given(
     st.integers(-1, messages.STEP_MAX),
-    st.integers(-1, messages.STEP_MAX),
     st.frozensets(STEPS),
     st.builds(SnapshotInterval, STEPS, st.integers(0, 1 << 31)),
+    st.builds(Pins, STEPS, *[st.integers(-1, messages.STEP_MAX)] * 3),
 )
-def test_outcomes(whole, until, still, pace):
-    outcome = Outcome(whole, until, still, interval=pace)
+def test_outcomes(until, still, pace, pins):
+    outcome = Outcome(pins, until, still, interval=pace)
     wire = messages.outcome_to("job", Epoch(1, b"e" * 16), outcome)
     assert messages.outcome_from(wire) == outcome
-    reply = pb.ReportReply(whole=whole, until=until, open=still, every=pace.every, interval_start=pace.start)
+    assert messages.outcome_from(pb.Outcome(until=-1)) == Outcome(), "without pins nothing is whole"
+    reply = pb.ReportReply(
+        pins=messages.pins_to(pins), until=until, open=still, every=pace.every, interval_start=pace.start
+    )
     assert messages.outcome_from(reply) == outcome
 
 

@@ -29,8 +29,8 @@ def keep(job: JobRecord, request: pb.KeepRequest) -> None:
         rounds.hear_outcome(job, messages.outcome_from(request.outcome))
     decision = messages.decision_from(job.record.decision)
     outcome = job.round.outcome if job.round else Outcome()
-    # The base may come from a run of the job with more ranks.
-    world = max(job.record.manifest.world, job.record.base_manifest.world)
+    # The base and the guard may come from runs of the job with more ranks.
+    world = max(manifest.world for manifest in messages.manifests_from(job.record).values())
     for record in request.capsules:
         job.capsule_replication.store.keep(record, decision, outcome, world)
     if job.round is not None:
@@ -55,7 +55,7 @@ def note_kept(job: JobRecord, holder: int, epoch: Epoch, records: Iterable[pb.Ca
     for rank, due in acks.acknowledge(holder, kept_steps).items():
         is_news = job.round.hear_rank(rank, due, acks.digests_of(rank)) or is_news
     if is_news:
-        rounds.publish(job, job.round.outcome)
+        rounds.publish(job)
 
 
 def capsule(job: JobRecord, rank: int, version: Version) -> pb.CapsuleRecord | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping
 
+from reft.core.commit.decision import Decision
+from reft.core.commit.pins import Pins
 from reft.core.commit.relayout import accepts_base
 from reft.core.commit.version import Version
 from reft.core.recovery.restart_loop import next_count
@@ -44,14 +46,15 @@ def decide(
         StaleEpoch: a decision of a newer epoch is in force.
         AlreadyAttached: a trainer of the earlier epoch lives, and could overwrite what the new
             attach reads.
-        AttachError: the base of a new layout is older than a version that is known to be whole.
+        AttachError: the base of a new layout is older than a version that is known to be whole, or
+            the guard older than one that is known to be protected.
     """
     if not is_new(job.record, request):
         return
     kept_leases = leases_to_keep(job.leases, request.trainers)
     refuse_living(job.id, {rank: lease for rank, lease in job.leases.items() if rank not in kept_leases})
     if kept_leases:
-        check_base(job, messages.decision_from(request.decision).base)
+        check_kept(job, messages.decision_from(request.decision))
     before = record_to_keep(job)
     restores = job.restores if kept_leases else restores_with(job, request)  # a new layout restores nothing
     job.record = next_record(job.record, request, holders)
@@ -93,15 +96,19 @@ def adopt(job: JobRecord) -> None:
     job.changes.put(job.id, ChangeKind.EPOCH)
 
 
-def check_base(job: JobRecord, base: Version | None) -> None:
-    """Raises AttachError if a base is older than a version that is whole.
+def check_kept(job: JobRecord, decision: Decision) -> None:
+    """Raises AttachError if this daemon may have freed the base or the guard.
 
-    This daemon may have freed what is older. It can have forgotten the pin in a restart, and can
-    have learnt of a newer version then.
+    Then the base is older than a version that is whole, or the guard older than one that is
+    protected. This daemon can have forgotten the pin in a restart, and can have learnt of a newer
+    version then.
     """
-    whole = Version(job.epoch, job.round.outcome.whole) if job.round and job.round.outcome.whole >= 0 else None
-    if not accepts_base(base, whole):
-        raise AttachError(f"the base of the new layout is {base}, but {whole} of job {job.id} is whole.")
+    pins = job.round.outcome.pins if job.round else Pins()
+    whole, protected = (Version(job.epoch, step) if step >= 0 else None for step in (pins.whole, pins.protected))
+    if not accepts_base(decision.base, whole):
+        raise AttachError(f"the base of the new layout is {decision.base}, but {whole} of job {job.id} is whole.")
+    if decision.guard is not None and not accepts_base(decision.guard, protected):
+        raise AttachError(f"the guard of the new layout is {decision.guard}, but {protected} is protected.")
 
 
 # Decisions
@@ -141,13 +148,14 @@ def next_record(record: pb.JobRecord, request: pb.DecideRequest, holders: Iterab
         request: the decision.
         holders: the nodes that keep the capsules of this node's ranks.
     """
-    base = messages.decision_from(request.decision).base
+    decision = messages.decision_from(request.decision)
     return pb.JobRecord(
         manifest=request.manifest,
         decision=request.decision,
         node_index=request.node_index,
-        had_whole=record.had_whole or base is not None,
-        base_manifest=base_manifest(record, request, base),
+        had_whole=record.had_whole or decision.base is not None,
+        base_manifest=earlier_manifest(record, request, decision.base),
+        guard_manifest=guard_manifest(record, request, decision),
         holders=holders,
         dropped=request.dropped,
     )
@@ -160,18 +168,19 @@ def restores_with(job: JobRecord, request: pb.DecideRequest) -> pb.RestoreCount 
     return None if count is None else messages.restores_to(count)
 
 
-def base_manifest(record: pb.JobRecord, request: pb.DecideRequest, base: Version | None) -> pb.Manifest | None:
-    """Returns the manifest under which the base was written; None if it is unknown.
+def guard_manifest(record: pb.JobRecord, request: pb.DecideRequest, decision: Decision) -> pb.Manifest | None:
+    """Returns the manifest under which the guard was written; None if the base has the same."""
+    if decision.guard is None or (decision.base is not None and decision.guard.epoch == decision.base.epoch):
+        return None
+    return earlier_manifest(record, request, decision.guard)
+
+
+def earlier_manifest(record: pb.JobRecord, request: pb.DecideRequest, kept: Version | None) -> pb.Manifest | None:
+    """Returns the manifest under which the base or the guard was written; None if it is unknown.
 
     The decision may contain the manifest. Otherwise this daemon may know it from earlier decisions.
     """
-    if request.HasField("base_manifest"):
-        return request.base_manifest
-    if base is None or not record.HasField("decision"):
+    if kept is None:
         return None
-    if base.epoch == messages.epoch_from(record.decision.epoch):
-        return record.manifest
-    # No version became whole since the last attach. So both decisions have the same base.
-    earlier_base = messages.decision_from(record.decision).base
-    is_same = earlier_base is not None and earlier_base.epoch == base.epoch and record.HasField("base_manifest")
-    return record.base_manifest if is_same else None
+    known = {**messages.manifests_from(record), **messages.manifests_from(request)}
+    return known.get(kept.epoch)

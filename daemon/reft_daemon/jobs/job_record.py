@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 from reft.core.budget import peak_bytes
 from reft.core.coding.exchange import PARITY_BUFFERS, GuardLane
+from reft.core.commit.pins import Pins, pinned_versions
 from reft.core.commit.round import Round
-from reft.core.commit.version import Epoch
+from reft.core.commit.version import Epoch, Version
 from reft.errors import StaleEpoch
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
@@ -108,6 +109,12 @@ class JobRecord:
         """The newest step that this daemon knows to have been whole; -1: none."""
         base = self.record.decision.base.step if self.record.decision.HasField("base") else -1
         return max(base, self.round.outcome.whole if self.round else -1)
+
+    @property
+    def pinned(self) -> frozenset[Version]:
+        """The versions whose slots and capsules stay here, by the newest pins that are known."""
+        pins = self.round.outcome.pins if self.round else Pins()
+        return pinned_versions(pins, messages.decision_from(self.record.decision))
 
     @property
     def held_bytes(self) -> int:

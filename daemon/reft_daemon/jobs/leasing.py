@@ -7,7 +7,6 @@ from collections.abc import Collection
 from reft.core.budget import slots_to_make
 from reft.core.commit.capsules import DIGESTS_MAX
 from reft.errors import AlreadyAttached, AttachError, ConfigError
-from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
@@ -113,19 +112,22 @@ def empty_dropped(job: JobRecord) -> None:
     slots = job.slots.all
     for name in job.record.dropped:
         header = header_of(job.id, slots[name]) if name in slots else None
-        if header is not None and (header.version is None or header.version.epoch != job.epoch):
+        if (
+            header is not None
+            and header.version not in job.pinned
+            and (header.version is None or header.version.epoch != job.epoch)
+        ):
             slots[name].map.empty()
     del job.record.dropped[:]
     save(job)
 
 
 def holds_older(job: JobRecord, rank: int, fitting: Collection[str]) -> bool:
-    """Whether older slots of the rank, or retired slots of the base, are held."""
+    """Whether older slots of the rank, or retired slots of a pinned version, are held."""
     if any(slot.name not in fitting for slot in job.slots.of_rank(rank)):
         return True
-    base = messages.decision_from(job.record.decision).base
     headers = (header_of(job.id, slot) for slot in job.slots.retired.values())
-    return base is not None and any(header is not None and header.version == base for header in headers)
+    return any(header is not None and header.version in job.pinned for header in headers)
 
 
 def free_superfluous(job: JobRecord, kept: Collection[str]) -> None:
@@ -133,12 +135,11 @@ def free_superfluous(job: JobRecord, kept: Collection[str]) -> None:
 
     No object of a freed slot is left when this function returns: each would hold the memory.
     """
-    base = messages.decision_from(job.record.decision).base
     for slots in (job.slots.current, job.slots.retired):
         for name, slot in list(slots.items()):
             if name in kept or job.may_be_written(slot):
                 continue
-            if is_superfluous(header_of(job.id, slot), job.epoch, base):
+            if is_superfluous(header_of(job.id, slot), job.epoch, job.pinned):
                 job.arena.free(slots.pop(name))
 
 

@@ -2,17 +2,23 @@
 
     rank's report ─► acknowledged capsules ─► Round ── no news ─► RANKS
     child's report ─────────────────────────► Round ─┐
-    outcome of the parent ──────────────────► Round ─┴─ news ─► publish: slots freed, capsules
-                                                                settled ─► OUTCOME
+    outcome of the parent ──────────────────► Round ─┤
+    mover: guarded, unguarded ──────────────► Round ─┴─ news ─► publish: pins recorded, announced
+                                                                ─► slots freed, capsules settled
+                                                                ─► OUTCOME
 
-`reft/core/commit/round.py` decides. A change of kind RANKS or OUTCOME is put at the end, when the
-record is complete: see `changes`.
+`reft/core/commit/round.py` and `pins.py` decide. The mover reads `job.round.outcome.pins`, and
+notes what it has sealed or lacks of these pins. A note on other steps changes nothing. A change of
+kind RANKS or OUTCOME is put at the end, when the record is complete: see `changes`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 
+from reft.core.commit.pins import EXCHANGE_SLOTS_MIN, ExchangeFacts, Pins, UnguardedLane
 from reft.core.commit.round import Digests, Outcome, Round, StepReport
 from reft.core.commit.version import Version
 from reft.errors import AttachError
@@ -21,19 +27,48 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.headers import header_of
 from reft_daemon.jobs.changes import ChangeKind
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.jobs.persistence import save_or_log
+from reft_daemon.jobs.persistence import save, save_or_log
 from reft_daemon.jobs.slots import may_be_freed
+
+log = logging.getLogger("reft.daemon")
 
 
 def start(job: JobRecord) -> None:
     """Starts the round of the decision in force, if there is one."""
     if not job.record.HasField("decision"):
         return
-    job.round = Round(job.record.node_index, len(job.record.manifest.nodes), frozenset(job.ranks))
+    pins = messages.pins_from(job.record.pins) if job.record.HasField("pins") else Pins()
+    job.round = Round(
+        job.record.node_index, len(job.record.manifest.nodes), frozenset(job.ranks),
+        exchange_facts(job), Outcome(pins, pins.whole),
+    )  # fmt: skip
     job.capsule_replication.start_epoch(job.record.holders)
     settle_capsules(job, job.round.outcome)
     # the ranks of these slots train on other nodes now
     job.slots.retire([slot for slot in job.slots.current.values() if slot.rank not in job.round.ranks])
+
+
+def exchange_facts(job: JobRecord) -> ExchangeFacts:
+    """Returns what the round must know of the exchange."""
+    slots = job.record.manifest.slots
+    lanes = job.guard_lanes if slots >= EXCHANGE_SLOTS_MIN else ()
+    guards = any(rank in lane.members for lane in lanes for rank in job.ranks)
+    return ExchangeFacts(len(lanes), slots, guards, job.record.decision.HasField("guard"))
+
+
+def note_guarded(job: JobRecord, step: int) -> None:
+    """Notes that all parity of a step on this node is sealed.
+
+    Lanes that were noted as unguarded are the exception. Only the turn's step counts.
+    """
+    if job.round is not None and job.round.guard.note_guarded(job.round.outcome.pins, step):
+        publish(job)
+
+
+def note_unguarded(job: JobRecord, lanes: Sequence[UnguardedLane]) -> None:
+    """Notes lanes whose parity of the turn can't be made here, or whose protected one is gone."""
+    if job.round is not None and job.round.guard.note_unguarded(job.round.outcome.pins, lanes):
+        publish(job)
 
 
 def report(job: JobRecord, request: pb.ReportRequest) -> None:
@@ -56,7 +91,7 @@ def report(job: JobRecord, request: pb.ReportRequest) -> None:
     if request.rank in job.round.ranks and job.round.hear_layout(
         request.rank, messages.layout_report_from(request.layout)
     ):
-        publish(job, job.round.outcome)
+        publish(job)
     _hear_rank(job, request.rank, step_report, messages.digests_from(request.steps))
 
 
@@ -75,10 +110,13 @@ def hear_node(job: JobRecord, request: pb.GatherRequest) -> Outcome:
     if job.round is None:
         raise AttachError(f"job {job.id} has no round here.")
     node_report, digests = messages.report_from(request.steps), messages.digests_from(request.steps)
-    is_news = job.round.hear_node(request.node_index, node_report, digests, request.mismatched, request.requested_every)
+    is_news = job.round.hear_node(
+        request.node_index, node_report, digests, request.mismatched, request.requested_every,
+        messages.guard_report_from(request.guard),
+    )  # fmt: skip
     has_layout_news = job.round.hear_child_layout(request.node_index, messages.layout_report_from(request.layout))
     if is_news or has_layout_news:
-        publish(job, job.round.outcome)
+        publish(job)
     return job.round.outcome
 
 
@@ -105,7 +143,7 @@ def pin(job: JobRecord, request: pb.PinRequest) -> Version | None:
 def hear_outcome(job: JobRecord, outcome: Outcome) -> None:
     """Takes the outcome that the parent sent in the round."""
     if job.round is not None and job.round.hear_outcome(outcome):
-        publish(job, job.round.outcome)
+        publish(job)
 
 
 def _hear_rank(job: JobRecord, rank: int, step_report: StepReport, digests: Digests) -> None:
@@ -118,13 +156,18 @@ def _hear_rank(job: JobRecord, rank: int, step_report: StepReport, digests: Dige
     acks = job.capsule_replication.capsule_acks
     counted_report = acks.hear_rank(rank, step_report, digests)
     if job.round.hear_rank(rank, counted_report, acks.digests_of(rank)):
-        publish(job, job.round.outcome)
+        publish(job)
     else:
         job.changes.put(job.id, ChangeKind.RANKS)  # the holders may lack the rank's capsule
 
 
-def publish(job: JobRecord, outcome: Outcome) -> None:
-    """Does what news of the round allow on this node, and puts the change."""
+def publish(job: JobRecord) -> None:
+    """Announces what this node decides, does what the outcome allows here, and puts the change."""
+    if job.round is None:
+        return
+    if has_recorded(job, job.round.next_outcome().pins, job.round.outcome.pins):
+        job.round.announce()
+    outcome = job.round.outcome
     if job.slots.retired and outcome.whole >= 0:
         free_retired(job, Version(job.epoch, outcome.whole))
     settle_capsules(job, outcome)
@@ -136,6 +179,23 @@ def publish(job: JobRecord, outcome: Outcome) -> None:
     job.changes.put(job.id, ChangeKind.OUTCOME)
 
 
+def has_recorded(job: JobRecord, pins: Pins, before: Pins) -> bool:
+    """Writes new pins of the coordinator into the record; False if that fails.
+
+    Then nothing is announced. The next news of the round try again.
+    """
+    if pins == before:
+        return True
+    job.record.pins.CopyFrom(messages.pins_to(pins))
+    try:
+        save(job)
+    except AttachError as error:
+        job.record.pins.CopyFrom(messages.pins_to(before))
+        log.error("job=%s no newer step becomes whole: the pins can't be recorded: %s", job.id, error)
+        return False
+    return True
+
+
 def settle_capsules(job: JobRecord, outcome: Outcome) -> None:
     """Drops the capsules that no recovery can need, as far as this node knows."""
     decision = messages.decision_from(job.record.decision)
@@ -143,9 +203,9 @@ def settle_capsules(job: JobRecord, outcome: Outcome) -> None:
 
 
 def free_retired(job: JobRecord, whole: Version) -> None:
-    """Frees the retired slots that are older than a whole version and that nobody writes."""
+    """Frees retired slots that are older than a whole version, if nobody writes or pins them."""
     if job.are_all_closed:
         return
     for name, slot in list(job.slots.retired.items()):
-        if not job.may_be_written(slot) and may_be_freed(header_of(job.id, slot), whole):
+        if not job.may_be_written(slot) and may_be_freed(header_of(job.id, slot), whole, job.pinned):
             job.arena.free(job.slots.retired.pop(name))

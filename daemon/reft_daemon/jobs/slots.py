@@ -8,7 +8,7 @@ lease, turn ─► parity ── other lanes, and no version that must stay ─�
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reft.core.commit.slots import SlotState
@@ -98,28 +98,30 @@ def may_be_written(name: str, is_current: bool, lease: Lease | None, newer: Iter
     return is_current or all(header is None or header.state is SlotState.EMPTY for header in newer)
 
 
-def may_be_freed(header: Header | None, whole: Version) -> bool:
+def may_be_freed(header: Header | None, whole: Version, pinned: Collection[Version]) -> bool:
     """Whether a retired slot that no trainer may write can go, once `whole` is whole.
 
     Args:
         header: of the slot; None if the slot is damaged.
         whole: the newest whole version.
+        pinned: versions that stay, though they may be older.
     """
-    return header is None or header.version is None or header.version.is_older_than(whole)
+    version = header.version if header else None
+    return version is None or (version.is_older_than(whole) and version not in pinned)
 
 
-def is_superfluous(header: Header | None, epoch: Epoch, base: Version | None) -> bool:
+def is_superfluous(header: Header | None, epoch: Epoch, pinned: Collection[Version]) -> bool:
     """Whether no recovery needs a slot, once all ranks have restored the base.
 
-    The base is needed until a newer version is whole, and versions of the epoch may become whole.
+    Versions of the epoch may become whole. Of older epochs only pinned versions are needed.
 
     Args:
         header: of the slot; None if the slot is damaged.
         epoch: the epoch that the attach began.
-        base: the version that the attach restored; None for a fresh start.
+        pinned: the versions that stay: at first the base and the guard.
     """
     version = header.version if header else None
-    return version is None or (version.epoch != epoch and version != base)
+    return version is None or (version.epoch != epoch and version not in pinned)
 
 
 def fitting_slots(headers: Mapping[str, Header | None], wanted: Geometry, count: int) -> list[str]:

@@ -9,7 +9,7 @@
 
 Until the first trainer of the epoch gets slots, nothing that the record before needs is emptied or
 freed. After that, versions older than the base, and slots that the plan has dropped, may be gone.
-The base stays: see `slots.is_superfluous`.
+The base and the guard stay: see `slots.is_superfluous`.
 
 Some nodes may undo the decision while others can't. Then a daemon of the decision's own nodes has a
 lower decision, so the decision does not count (`reft/core/recovery/lineage.py`). No version of its

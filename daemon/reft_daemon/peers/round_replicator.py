@@ -283,6 +283,7 @@ class RoundReplicator:
             mismatched=sorted(job.round.outcome.mismatched),
             requested_every=job.round.requested_every,
             layout=messages.layout_report_to(job.round.layout),
+            guard=messages.guard_report_to(job.round.guard.report(job.round.outcome.pins)),
         )
         if job.round.has_news and request != self._acknowledged_report:
             reply = await self._call(node, "Gather", request)

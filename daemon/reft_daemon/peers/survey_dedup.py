@@ -15,12 +15,14 @@ import xxhash
 
 from reft.wire.v1 import daemon_pb2 as pb
 
+ManifestField = Literal["manifest", "base_manifest", "guard_manifest"]
+
 
 def without_repeats(own: pb.JobRecord, surveyed: Sequence[pb.SurveyedNode]) -> list[pb.SurveyedNode]:
     """Returns the replies without manifests that the asker's record or an earlier reply contains.
 
-    A manifest belongs to an epoch: that of its reply's decision, or that of the decision's base. A
-    reader of the replies finds each manifest in one of them (`reft.wire.inventory`).
+    A manifest belongs to an epoch: that of its reply's decision, or that of the decision's base
+    or guard. A reader of the replies finds each manifest in one of them (`reft.wire.inventory`).
 
     Args:
         own: the asker's record of the job.
@@ -60,12 +62,15 @@ def _digest(key: bytes, manifest: pb.Manifest) -> int:
 
 def _manifests(
     decision: pb.Decision, holder: pb.JobRecord | pb.InventoryReply
-) -> list[tuple[bytes, Literal["manifest", "base_manifest"], pb.Manifest]]:
+) -> list[tuple[bytes, ManifestField, pb.Manifest]]:
     """Returns (epoch, field, manifest) of each manifest that is present."""
-    manifests: list[tuple[bytes, Literal["manifest", "base_manifest"], pb.Manifest]] = []
-    if holder.HasField("manifest"):
-        manifests.append((decision.epoch.SerializeToString(deterministic=True), "manifest", holder.manifest))
-    if holder.HasField("base_manifest"):
-        epoch = decision.base.epoch.SerializeToString(deterministic=True)
-        manifests.append((epoch, "base_manifest", holder.base_manifest))
-    return manifests
+    fields: tuple[tuple[ManifestField, pb.Epoch], ...] = (
+        ("manifest", decision.epoch),
+        ("base_manifest", decision.base.epoch),
+        ("guard_manifest", decision.guard.epoch),
+    )
+    return [
+        (epoch.SerializeToString(deterministic=True), name, getattr(holder, name))
+        for name, epoch in fields
+        if holder.HasField(name)
+    ]

@@ -129,9 +129,9 @@ class Rebuild:
         decision = messages.decision_from(request.decision)
         if not counts(version, decision):
             raise ConfigError(f"{version} is not of the history of epoch {decision.epoch.counter}.")
-        if version.epoch != decision.epoch and not request.HasField("base_manifest"):
+        manifest = messages.manifests_from(request).get(version.epoch)
+        if manifest is None:
             raise ConfigError(f"the manifest under which {version} was written is missing.")
-        manifest = request.manifest if version.epoch == decision.epoch else request.base_manifest
         ranks = [source.rank for source in request.slots] + [lost.rank for lost in request.lost]
         nodes = [source.node for source in request.slots] + [lost.keeper for lost in request.lost]
         if len(set(ranks)) != len(ranks) or max(ranks, default=0) >= manifest.world:
@@ -161,6 +161,8 @@ class Rebuild:
         decide = pb.DecideRequest(manifest=request.manifest, decision=request.decision, node_index=request.node_index)
         if request.HasField("base_manifest"):
             decide.base_manifest.CopyFrom(request.base_manifest)
+        if request.HasField("guard_manifest"):
+            decide.guard_manifest.CopyFrom(request.guard_manifest)
         await self.registry.decide(decide)
         job = self.registry.get(request.manifest.job)
         if job.epoch != messages.decision_from(request.decision).epoch:

@@ -366,9 +366,9 @@ class _Connection:
 def _report_reply(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply:
     has_slots = bool(job.slots.current_of_rank(rank))
     return pb.ReportReply(
-        whole=outcome.whole, until=outcome.until, open=outcome.open, mismatched=outcome.mismatched,
+        until=outcome.until, open=outcome.open, mismatched=outcome.mismatched,
         slots_missing=not has_slots, every=outcome.interval.every, interval_start=outcome.interval.start,
-        layout=messages.layout_outcome_to(outcome.layout),
+        layout=messages.layout_outcome_to(outcome.layout), pins=messages.pins_to(outcome.pins),
     )  # fmt: skip
 
 

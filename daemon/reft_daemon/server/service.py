@@ -174,6 +174,8 @@ class DaemonService(pb_grpc.DaemonServicer):
             reply.decision.CopyFrom(job.record.decision)
         if job.record.HasField("base_manifest"):
             reply.base_manifest.CopyFrom(job.record.base_manifest)
+        if job.record.HasField("guard_manifest"):
+            reply.guard_manifest.CopyFrom(job.record.guard_manifest)
         clear_known_manifests(reply, request.known)
         return reply
 

@@ -120,7 +120,7 @@ def make_snapshotter(
         facts = SnapshotFacts(rank, epoch, plan.placement, state.names, step + compared_steps, context.failpoints)
     return Snapshotter(
         facts,
-        plan.base,
+        plan.decision,
         SavePlanner(tracked, plan.placement, rank, engine.parity_tiling, state.predicted.leaves, built),
         state.host,
         engine,

@@ -103,6 +103,14 @@ class AttachPlan:
         """The manifest that the base was written under; None for a fresh start."""
         return manifest_of_base(self.survey, self.recovery)
 
+    @property
+    def guard_manifest(self) -> pb.Manifest | None:
+        """The manifest that the guard was written under; None if it is the base's."""
+        guard, base = self.decision.guard, self.base
+        if guard is None or (base is not None and guard.epoch == base.epoch):
+            return None
+        return self.survey.manifests[guard.epoch]
+
     @cached_property
     def is_reshaped(self) -> bool:
         """Whether the job has another shape than the base."""
@@ -301,5 +309,6 @@ def decide_request(introduction: Introduction, plan: AttachPlan, trains: bool = 
         node_index=[each.id for each in introduction.nodes].index(node),
         dropped=[slot.slot for slot in plan.recovery.dropped if slot.node == node],
         base_manifest=plan.base_manifest,
+        guard_manifest=plan.guard_manifest,
         trainers=[infos[rank].process.pid for rank in introduction.node.ranks] if trains else (),
     )

@@ -19,6 +19,7 @@ from types import MappingProxyType
 import grpc
 from google.protobuf.message import DecodeError
 
+from reft.core.commit.pins import Pins
 from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.round import Outcome, StepAnswer
 from reft.core.commit.snapshot_interval import SnapshotInterval
@@ -112,10 +113,9 @@ class Reporter:
         return isinstance(self.error, StaleEpoch)
 
     @property
-    def whole(self) -> Version | None:
-        """The newest version known to be whole in this epoch."""
-        step = self._outcome.whole
-        return Version(self.facts.epoch, step) if step >= 0 else None
+    def pins(self) -> Pins:
+        """The steps of this epoch that stay, by the newest outcome."""
+        return self._outcome.pins
 
     def voids(self, version: Version) -> bool:
         """Decides whether a version is known never to become whole."""

@@ -3,8 +3,8 @@
     all fit ──► choose: the reuse rule (core/commit/slots.py), among slots that nobody writes
     else    ──► a thread leases larger slots; no snapshot until they are there
 
-    too few, and one holds a whole version of this epoch ──► a thread leases the others, while
-                                                             snapshots go on
+    too few, one holds a whole version of this epoch, and no version of an older epoch is pinned
+        ──► a thread leases the others, while snapshots go on
 
 Too few slots were leased while the daemon had to hold older ones (core/budget.py).
 
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from reft.client.link.slots import MappedSlot, SlotLeases
+from reft.client.snapshot.round_view import KeptVersions
 from reft.client.snapshot.save_plan import SavePlan
 from reft.core.commit.slots import choose_slot
 from reft.core.commit.version import Epoch, Version
@@ -56,12 +57,12 @@ class RankSlots:
         """Size of a chunk, the same in each slot."""
         return self._slots[0].map.header.geometry.chunk_bytes
 
-    def prepare(self, plan: SavePlan, whole: Version | None) -> bool:
+    def prepare(self, plan: SavePlan, kept: KeptVersions) -> bool:
         """Tells whether the slots are large enough; leases larger or missing ones in a thread.
 
         Args:
             plan: what the next slot must hold.
-            whole: the newest version that this rank knows to be whole.
+            kept: the versions that this rank knows to be whole or pinned.
         """
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
@@ -76,7 +77,7 @@ class RankSlots:
             # Even if the old slots fit: the daemon frees them once larger ones are made.
             return False
         if self._fits(plan):
-            self._complete(whole)
+            self._complete(kept)
             return True
         if self._further_thread is not None:
             return False
@@ -84,11 +85,13 @@ class RankSlots:
         self._thread.start()
         return False
 
-    def _complete(self, whole: Version | None) -> None:
+    def _complete(self, kept: KeptVersions) -> None:
         """Leases the missing slots once the daemon needs no older ones; see the module."""
-        if self._missing <= 0 or whole is None or whole.epoch != self._leases.epoch:
+        if self._missing <= 0 or kept.whole is None:
             return
-        if any(slot.view().version == whole for slot in self._slots):
+        if any(version.epoch != self._leases.epoch for version in (kept.whole, *kept.pinned)):
+            return
+        if any(slot.view().version == kept.whole for slot in self._slots):
             self._missing = 0
             self._further_thread = threading.Thread(target=self._lease_further, name="reft-lease", daemon=True)
             self._further_thread.start()
@@ -116,18 +119,18 @@ class RankSlots:
                 log.warning("rank %d gets no slots for its new layout: %s", self._rank, error)
 
     def choose(
-        self, busy: Collection[int], whole: Version | None, is_void: Callable[[Version], bool]
+        self, busy: Collection[int], kept: KeptVersions, is_void: Callable[[Version], bool]
     ) -> MappedSlot | None:
         """Returns the slot to write next; None if none may be written now.
 
         Args:
             busy: indexes of the slots that snapshots are being written to.
-            whole: the newest version that this rank knows to be whole.
+            kept: the versions that this rank knows to be whole or pinned.
             is_void: decides whether a version is known never to become whole.
         """
         views = [slot.view() for slot in self._slots if slot.index not in busy]
         voids = [view.version for view in views if view.version is not None and is_void(view.version)]
-        chosen = choose_slot(views, whole, voids)
+        chosen = choose_slot(views, kept.whole, voids, kept.pinned)
         return None if chosen is None else self._slots[chosen.index]
 
     def empty(self, epoch: Epoch, after: int) -> None:

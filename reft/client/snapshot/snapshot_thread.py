@@ -175,7 +175,7 @@ class SnapshotThread:
 
     def _free_slot(self) -> MappedSlot | None:
         """Returns the slot to write next, by the reuse rule, or None."""
-        return self._slots.choose(self._history.busy_slots(), self._round.whole, self._round.voids)
+        return self._slots.choose(self._history.busy_slots(), self._round.kept, self._round.voids)
 
     def _run(self, handover: Handover) -> None:
         task, slot = handover.task, handover.slot

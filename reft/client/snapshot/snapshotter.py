@@ -30,9 +30,9 @@ from reft.client.snapshot.task import SnapshotHistory, SnapshotState, SnapshotTa
 from reft.client.snapshot.write_guard import WriteGuard
 from reft.client.state.host_state import HostState
 from reft.core.coding.placement import exposures
+from reft.core.commit.decision import Decision
 from reft.core.commit.relayout import holds_at
 from reft.core.commit.snapshot_cadence import CadenceFacts
-from reft.core.commit.version import Version
 from reft.core.pipeline.course import PacingPlan
 from reft.errors import ReftError
 
@@ -55,7 +55,7 @@ class Snapshotter:
     """
 
     def __init__(
-        self, facts: SnapshotFacts, base: Version | None, planner: SavePlanner, host: HostState, engine: CopyEngine,
+        self, facts: SnapshotFacts, decision: Decision, planner: SavePlanner, host: HostState, engine: CopyEngine,
         reporter: Reporter, slots: RankSlots, history: SnapshotHistory,
     ) -> None:  # fmt: skip
         self.facts = facts
@@ -65,7 +65,7 @@ class Snapshotter:
         self.reporter = reporter
         self.slots = slots
         self.history = history
-        self.round = RoundView(reporter, base)
+        self.round = RoundView(reporter, decision)
         self._thread = SnapshotThread(facts, slots, reporter, self.round, history, engine.copy_cpu)
         # step and digest of each leaf, of the newest steps of which all bytes were compared
         self.leaf_digests = self._thread.leaf_digests
@@ -128,7 +128,7 @@ class Snapshotter:
         plan = self.planner.current()
         if plan.unrestorable:
             return plan.unrestorable
-        if not self.slots.prepare(plan.save_plan, self.round.whole):
+        if not self.slots.prepare(plan.save_plan, self.round.kept):
             return "slots of the new size are being made."
         if self.facts.compares_all_for is not None and self.reporter.layout_report.ready < 0:
             self.reporter.layout_report = replace(self.reporter.layout_report, ready=task.step)
@@ -215,15 +215,17 @@ class Snapshotter:
     def cadence_facts(self, step: int) -> CadenceFacts:
         """Returns what the cadence must know at the mark of `step`, after the fence."""
         last_void, delay = self.reporter.outcome_delays(step)
+        kept = self.round.kept
         return CadenceFacts(
             now_s=time.perf_counter(),
             held_s=self.history.mark_s + self.engine.copy_stats.stall_s,
             has_snapshot=self._begun_step == step - 1,
             interval=self.reporter.interval,
-            whole_step=self.round.whole_step,
+            whole_step=kept.whole.step if kept.whole else -1,
             last_void=last_void,
             delay=delay,
-            slots=len(self.slots),
+            # The pins are the same on all ranks, also on one whose slots lack a pinned version.
+            slots=len(self.slots) - len(kept.pinned - {kept.whole}),
         )
 
     @cached_property

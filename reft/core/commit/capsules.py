@@ -17,9 +17,11 @@ Invariants
   3. Capsules of decided steps are not owed: a void step needs none, a whole step has them all, and
      a version older than a whole one is never restored.
   4. A holder drops a version only if a newer one is known to be whole, if its step is void, or if
-     the decision in force excludes it. The decision's base is kept until a version of the new epoch
-     is whole. One exception bounds memory: of a rank's undecided versions, a holder keeps only the
-     newest UNDECIDED_MAX. A sender that owes more breaks the round's limit.
+     the decision in force excludes it. A pinned version (core/commit/pins.py) is never dropped: it
+     stays until pins arrive that no longer have it. So the decision's base is kept until a version
+     of the new epoch is whole, and its guard until one is protected. One exception bounds memory:
+     of a rank's undecided versions, a holder keeps only the newest UNDECIDED_MAX. A sender that
+     owes more breaks the round's limit.
 
 Two words differ here. The *round* decides a step: whole or void. A *decision* is the result of one
 attach: the new epoch, and the base, which is the version that training starts from.
@@ -28,10 +30,10 @@ If a Keep or its acknowledgement is lost, the capsule stays owed. The node sends
 holder that has it acknowledges again. A late or repeated acknowledgement changes nothing. If a
 capsule arrives after its step is decided, the holder acknowledges it without storing it. A Keep
 also carries the outcome that its sender knows. So a holder that is cut off from the coordinator
-knows which steps are whole, and drops old ones. A sender offers only steps that its slots hold. So
-a holder keeps few undecided steps of a rank. A restarted daemon has no record of acknowledgements:
-all sealed slots are owed again. The oldest step is sent first, so that a slow holder gets each of
-them in the end.
+knows which steps are whole and pinned, and drops old ones. A sender offers only steps that its
+slots hold. So a holder keeps few undecided steps of a rank. A restarted daemon has no record of
+acknowledgements: all sealed slots are owed again. The oldest step is sent first, so that a slow
+holder gets each of them in the end.
 
 One `CapsuleAcks` belongs to one epoch of one node, as does the `Round` beside it.
 """
@@ -42,6 +44,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from reft.core.commit.decision import Decision, counts
+from reft.core.commit.pins import pinned_versions
 from reft.core.commit.round import NO_DIGESTS, NOTHING, UNDECIDED_MAX, Digests, Outcome, StepReport
 from reft.core.commit.version import Version
 
@@ -153,13 +156,16 @@ def capsules_to_drop(kept: Collection[Version], decision: Decision, outcome: Out
         outcome: what the holder knows of the round of the decision's epoch.
     """
     newest_whole = Version(decision.epoch, outcome.whole) if outcome.whole >= 0 else None
+    pinned = pinned_versions(outcome.pins, decision)
     dropped = set()
     undecided = []
     for version in kept:
+        if version in pinned:
+            continue
         is_superseded = newest_whole is not None and version.is_older_than(newest_whole)
         if is_superseded or not counts(version, decision):
             dropped.add(version)
-        elif version.epoch == decision.epoch and version != newest_whole:
+        elif version.epoch == decision.epoch:
             if outcome.voids(version.step):
                 dropped.add(version)
             else:

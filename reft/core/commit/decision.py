@@ -19,7 +19,8 @@ class Decision:
         known: epochs of all earlier decisions that this attach knew of, the newest first. A full
             list also stands for all older epochs.
         guard: the newest version, not newer than the base, that survives lost nodes. It stays until
-            a newer one is protected, through any number of attaches. None: there is none.
+            a newer one is protected, through any number of attaches. None: there is none, or the
+            epoch exchanges nothing.
     """
 
     epoch: Epoch
@@ -39,5 +40,5 @@ def counts(version: Version, decision: Decision | None) -> bool:
     """Whether the version belongs to the history of the decision in force."""
     if decision is None or version.epoch == decision.epoch:
         return True
-    base = decision.base
-    return base is not None and version.epoch == base.epoch and version.step <= base.step
+    kept = (each for each in (decision.base, decision.guard) if each is not None)
+    return any(version.epoch == each.epoch and version.step <= each.step for each in kept)

@@ -9,6 +9,7 @@ All ranks then take the same snapshots.
       both     take  · · · 8 ·  ·  ·  12 ·  ·  …
 
 A slot is in use from its step until the outcome. One of the `slots` holds the newest whole version.
+Slots of other pinned versions (core/commit/pins.py) do not count: all ranks subtract the same pins.
 So a rank can take one step out of lag ÷ (slots - 1), where the lag is the distance to the newest
 whole step. The step number decides which steps are taken: multiples of the next power of two.
 
@@ -65,7 +66,8 @@ def backoff_interval(lag: int, in_vain: int | None, delay: int, slots: int) -> i
         lag: due steps since the newest step that is known to be whole, or since the first step.
         in_vain: due steps since this rank heard that a step it had sealed is void; None: never.
         delay: the longest delay of a recent outcome, in due steps.
-        slots: number of slots of this rank.
+        slots: number of slots of this rank, without those of pinned versions other than the newest
+            whole one.
     """
     interval = 1
     if in_vain is not None and in_vain <= RECENT and delay > 0:

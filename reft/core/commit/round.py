@@ -18,14 +18,21 @@ Invariants
      make one state.
   6. Reports and outcomes also carry what the ranks agree on before a new layout
      (core/commit/relayout.py). While that goes on, a node's round is pinned: it hears nothing.
-  7. Reports carry the interval that each rank requests. Outcomes carry the agreed interval
+  7. Outcomes carry the pins (core/commit/pins.py), as one value. `whole` is a part of it: only the
+     coordinator learns of a whole step without its pins. Reports carry what the subtree guards.
+  8. Reports carry the interval that each rank requests. Outcomes carry the agreed interval
      (core/commit/snapshot_interval.py). If only some ranks take a step, because others do not know
      a new interval yet, then the others' reports on a later step make that step void.
 
 Undecided steps are never dropped, however long daemons are away. Memory stays bounded: a report
 names only the few undecided steps that some rank has sealed, or may still seal. Each sender also
 reports the newest step that it knows to be whole, and nothing about older steps, which it may have
-dropped. So a restarted coordinator learns what its predecessor announced.
+dropped. So a restarted coordinator learns what its predecessor announced. Other nodes pass that
+step on, and act only on the outcome: a step that is whole may come with pins that they don't know.
+
+The coordinator of a job that exchanges announces only what its record has. So its shell asks for
+`next_outcome`, writes the pins, and calls `announce`. Without an exchange a report is announced at
+once.
 
 The next message repairs a lost one, because each message is complete. A late or repeated message
 tells less than is known, and the first answer to a step stays. One `Round` belongs to one epoch.
@@ -39,6 +46,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
 
+from reft.core.commit.pins import NO_GUARD, ExchangeFacts, GuardReport, GuardRound, Pins, TurnHistory, next_pins
 from reft.core.commit.relayout import LayoutOutcome, LayoutReport, combine
 from reft.core.commit.snapshot_interval import SnapshotInterval, next_interval
 
@@ -110,8 +118,8 @@ class Outcome:
     """The coordinator's decisions: on every step up to `until`, except the open ones.
 
     Attributes:
-        whole: the newest whole step; -1: none yet. Newer steps up to `until` are void, except the
-            open ones.
+        pins: the newest whole step, and the steps that stay beside it. Steps newer than the whole
+            one, up to `until`, are void, except the open ones.
         until: the newest step that a rank has answered.
         open: undecided steps newer than `whole`: some rank sealed them, no rank reported them void.
         mismatched: cells whose replicas differed at some step of this epoch.
@@ -119,12 +127,17 @@ class Outcome:
         layout: what the ranks agree on before a new layout.
     """
 
-    whole: int = -1
+    pins: Pins = field(default_factory=Pins)
     until: int = -1
     open: frozenset[int] = frozenset()
     mismatched: frozenset[int] = frozenset()
     interval: SnapshotInterval = SnapshotInterval()  # noqa: RUF009 - a named tuple never changes
     layout: LayoutOutcome = field(default_factory=LayoutOutcome)
+
+    @property
+    def whole(self) -> int:
+        """The newest whole step; -1: none yet."""
+        return self.pins.whole
 
     def decides(self, step: int) -> bool:
         """Whether the step is decided, whole or void."""
@@ -138,7 +151,7 @@ class Outcome:
         """Merges another outcome, older or newer. A step is decided if either one decides it."""
         still_open = {step for step in self.open | outcome.open if not self.decides(step) and not outcome.decides(step)}
         return Outcome(
-            max(self.whole, outcome.whole),
+            self.pins.merge(outcome.pins),
             max(self.until, outcome.until),
             frozenset(still_open),
             self.mismatched | outcome.mismatched,
@@ -174,13 +187,18 @@ class Round:
         index: this node's index in the manifest.
         nodes: how many nodes the manifest names.
         ranks: the ranks that train on this node.
+        exchange: what the job exchanges; nothing by default.
         outcome: what this node knows of the coordinator's decisions.
         is_pinned: whether this node learns nothing more, because a new layout is being decided.
+
+    Attributes:
+        guard: the parity of this node's subtree.
     """
 
     index: int
     nodes: int
     ranks: frozenset[int]
+    exchange: ExchangeFacts = field(default_factory=ExchangeFacts)
     outcome: Outcome = field(default_factory=Outcome)
     is_pinned: bool = False
     _reports: dict[tuple[str, int], StepReport] = field(default_factory=dict)
@@ -188,6 +206,12 @@ class Round:
     _mismatched: set[int] = field(default_factory=set)  # undecided steps whose replicas differ
     _requests: dict[tuple[str, int], int] = field(default_factory=dict)
     _layouts: dict[tuple[str, int], LayoutReport] = field(default_factory=dict)
+    guard: GuardRound = field(init=False)
+    _turns: TurnHistory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guard = GuardRound(self.exchange.guards, len(children_of(self.index, self.nodes)))
+        self._turns = TurnHistory(tried=self.outcome.whole)
 
     def hear_rank(self, rank: int, report: StepReport, digests: Digests = NO_DIGESTS) -> bool:
         """Takes the report of a local rank; True if there is news to pass on.
@@ -211,6 +235,7 @@ class Round:
         digests: Digests = NO_DIGESTS,
         mismatched: Iterable[int] = (),
         requested_every: int = 0,
+        guard: GuardReport = NO_GUARD,
     ) -> bool:
         """Takes the report of the subtree below `child`.
 
@@ -222,6 +247,7 @@ class Round:
             digests: step → cell → digest, for the sealed steps.
             mismatched: cells whose replicas differ within the subtree.
             requested_every: the subtree's `requested_every`.
+            guard: what the subtree guards.
 
         Raises:
             ValueError: the node does not report to this one.
@@ -230,6 +256,8 @@ class Round:
             raise ValueError(f"node {child} does not report to node {self.index}")
         self._requests["node", child] = requested_every
         is_news = self._note_mismatched(mismatched)
+        if not self.is_pinned and self.guard.hear(child, guard):
+            is_news = True
         return self._hear(("node", child), report, digests) or is_news
 
     def hear_layout(self, rank: int, layout: LayoutReport) -> bool:
@@ -276,30 +304,32 @@ class Round:
     def has_news(self) -> bool:
         """Whether `report()` tells the coordinator more than it has decided.
 
-        The news concerns newer steps, a step that is open in the outcome, or a new layout.
+        The news concerns newer steps, a step that is open in the outcome, parity of a pinned step,
+        or a new layout.
         """
         report = self.report()
         is_answered = any(report.answer(step) is not None for step in self.outcome.open)
         has_layout_news = self.outcome.layout.after(self.layout) != self.outcome.layout
-        return (
-            bool(report.sealed or report.pending) or report.until > self.outcome.until or is_answered or has_layout_news
-        )
+        has_guard_news = self.guard.report(self.outcome.pins) != NO_GUARD
+        is_ahead = report.until > self.outcome.until
+        return bool(report.sealed or report.pending) or is_ahead or is_answered or has_layout_news or has_guard_news
 
     def report(self) -> StepReport:
         """Returns the complete report of this node's subtree, to be sent to the parent."""
         reports = self._reports.values()
-        until = max((report.until for report in reports), default=-1)
+        # every rank has answered a whole step, so `until` covers it
+        since = max(self.outcome.whole, *(report.since for report in reports), -1)
+        until = max(since, *(report.until for report in reports), -1)
         sealed, pending = set(), set()
         for step in frozenset().union(*(report.sealed | report.pending for report in reports)) - self._mismatched:
             answers = [report.answer(step) for report in reports]
-            if StepAnswer.VOID in answers:
+            if step <= since or StepAnswer.VOID in answers:
                 continue
             if None not in answers and len(answers) == self._sources:
                 sealed.add(step)
             elif step <= until:
                 pending.add(step)
-        whole = self.outcome.whole  # sealed by every rank, so every rank has answered this step
-        return StepReport(whole, max(until, whole), frozenset(sealed), frozenset(pending))
+        return StepReport(since, until, frozenset(sealed), frozenset(pending))
 
     def digests(self) -> dict[int, dict[int, int]]:
         """Returns the digests of the sealed steps of `report()`: step → cell → digest."""
@@ -322,17 +352,16 @@ class Round:
     def _hear(self, source: tuple[str, int], report: StepReport, digests: Digests) -> bool:
         if self.is_pinned:
             return False
-        is_news = self.hear_outcome(Outcome(report.since, report.since))
         before = self._reports.get(source, NOTHING)
         after = before.merge(report).without_decided(self.outcome)
         self._reports[source] = after
         for step in sorted(after.sealed - before.sealed):
             self._compare(step, digests.get(step, {}))
-        # `before` already contains what hear_outcome changed, so comparing is not enough.
-        changed = after != before or is_news
-        if changed and self.index == 0:
-            self._decide()
-        return changed
+        if after == before:
+            return False
+        if self.index == 0 and not self.exchange.lanes:
+            self.announce()
+        return True
 
     def _compare(self, step: int, digests: Mapping[int, int]) -> None:
         """Compares a source's digests with those of the other sources.
@@ -350,12 +379,26 @@ class Round:
         self.outcome = replace(before, mismatched=before.mismatched | frozenset(cells))
         return self.outcome != before
 
-    def _decide(self) -> None:
-        report = self.report()
-        whole = -1 if self.outcome.mismatched else max(report.sealed, default=-1)
+    def next_outcome(self) -> Outcome:
+        """Returns what the coordinator announces next; on other nodes nothing new."""
+        return self._decide()[0]
+
+    def announce(self) -> None:
+        """Announces `next_outcome`."""
+        outcome, self._turns = self._decide()
+        self.hear_outcome(outcome)
+
+    def _decide(self) -> tuple[Outcome, TurnHistory]:
+        if self.index != 0 or self.is_pinned:
+            return self.outcome, self._turns
+        report, pins = self.report(), self.outcome.pins
+        newest = -1 if self.outcome.mismatched else max(report.sealed, default=-1)
+        whole = max(report.since, newest)
         interval = (
             next_interval(self.outcome.interval, self.requested_every, whole)
             if whole > self.outcome.whole
             else self.outcome.interval
         )
-        self.hear_outcome(Outcome(whole, report.until, report.pending, interval=interval))
+        pins, turns = next_pins(pins, whole, self.guard.report(pins), self._turns, self.exchange)
+        decided = Outcome(pins, report.until, report.pending, interval=interval)
+        return self.outcome.merge(decided), turns

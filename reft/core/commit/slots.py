@@ -11,8 +11,10 @@ Invariants
   2. A rank may write a slot in three cases: the slot is empty; its version is older than one that
      this rank *knows* to be whole; its version is known to be void. The newest version known to be
      whole is never overwritten.
-  3. So at any moment some version is sealed on every rank. tests/core/model shows this, and shows
-     that it fails without the rule.
+  3. A rank never writes a slot whose version is pinned (core/commit/pins.py), by the same message
+     that told it what is whole.
+  4. So at any moment some version is sealed on every rank, and another one may be protected against
+     the loss of nodes. tests/core/model shows this, and shows that it fails without the rules.
 
 If the message "whole" is lost, the rank skips snapshots; it never overwrites. A late message
 permits reuse later. A repeated message changes nothing. If no slot may be reused, the rank answers
@@ -46,23 +48,28 @@ class Slot:
     version: Version | None
 
 
-def may_reuse(slot: Slot, whole: Version | None, voids: Collection[Version]) -> bool:
+def may_reuse(slot: Slot, whole: Version | None, voids: Collection[Version], pinned: Collection[Version] = ()) -> bool:
     """Whether the slot may be written again: the reuse rule.
 
     Args:
         slot: the slot to write again. Nothing may be writing it now.
         whole: the newest version that this rank knows to be whole; None if the rank knows of none.
         voids: versions that are known never to become whole.
+        pinned: versions that stay; see `pinned_versions`.
     """
+    if slot.version in pinned:
+        return False
     if slot.version is None or slot.version in voids:
         return True
     return whole is not None and slot.version.is_older_than(whole)
 
 
-def choose_slot(slots: Sequence[Slot], whole: Version | None, voids: Collection[Version]) -> Slot | None:
+def choose_slot(
+    slots: Sequence[Slot], whole: Version | None, voids: Collection[Version], pinned: Collection[Version] = ()
+) -> Slot | None:
     """Returns the slot to write next: an empty one, else the oldest reusable one.
 
     None means: skip this snapshot.
     """
-    usable = [slot for slot in slots if may_reuse(slot, whole, voids)]
+    usable = [slot for slot in slots if may_reuse(slot, whole, voids, pinned)]
     return min(usable, key=lambda slot: slot.version.order if slot.version else (-1, -1), default=None)

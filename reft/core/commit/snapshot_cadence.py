@@ -40,7 +40,7 @@ class CadenceFacts(NamedTuple):
         last_void: the newest step when this rank last heard that a step it had sealed is void; None
             if never.
         delay: the longest delay of an outcome, in steps.
-        slots: number of this rank's slots.
+        slots: number of this rank's slots that pins leave; see `backoff_interval`.
     """
 
     now_s: float

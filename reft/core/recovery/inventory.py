@@ -178,7 +178,7 @@ class Inventory:
 
     @property
     def members(self) -> set[str]:
-        """Returns the ids of the nodes of the newest manifest and of its base's manifest.
+        """Returns the ids of the nodes of the newest manifest, and of those of its base and guard.
 
         No other node writes a version that may still count.
         """
@@ -188,9 +188,12 @@ class Inventory:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """Returns the epoch in force and the epoch of its base: versions of both may count."""
+        """Returns the epoch in force and those of its base and guard: versions of all may count."""
         decision = self.decision
-        return [each.epoch for each in (decision, decision and decision.base) if each]
+        if decision is None:
+            return []
+        kept = (each.epoch for each in (decision, decision.base, decision.guard) if each is not None)
+        return list(dict.fromkeys(kept))
 
     @cached_property
     def held(self) -> list[HeldSlot]:

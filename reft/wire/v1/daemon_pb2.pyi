@@ -513,8 +513,7 @@ class ReportRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., requested_every: _Optional[int] = ..., layout: _Optional[_Union[LayoutReport, _Mapping]] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "until", "open", "slots_missing", "mismatched", "every", "interval_start", "layout", "pins")
-    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("until", "open", "slots_missing", "mismatched", "every", "interval_start", "layout", "pins")
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     SLOTS_MISSING_FIELD_NUMBER: _ClassVar[int]
@@ -523,7 +522,6 @@ class ReportReply(_message.Message):
     INTERVAL_START_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
-    whole: int
     until: int
     open: _containers.RepeatedScalarFieldContainer[int]
     slots_missing: bool
@@ -532,7 +530,7 @@ class ReportReply(_message.Message):
     interval_start: int
     layout: LayoutOutcome
     pins: Pins
-    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
+    def __init__(self, until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank", "refused", "pid")
@@ -667,7 +665,7 @@ class LostRank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., keeper: _Optional[int] = ...) -> None: ...
 
 class RebuildRequest(_message.Message):
-    __slots__ = ("manifest", "base_manifest", "decision", "version", "node_index", "nodes", "slots", "lost", "onto")
+    __slots__ = ("manifest", "base_manifest", "decision", "version", "node_index", "nodes", "slots", "lost", "onto", "guard_manifest")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
@@ -677,6 +675,7 @@ class RebuildRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     ONTO_FIELD_NUMBER: _ClassVar[int]
+    GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     base_manifest: Manifest
     decision: Decision
@@ -686,7 +685,8 @@ class RebuildRequest(_message.Message):
     slots: _containers.RepeatedCompositeFieldContainer[SlotSource]
     lost: _containers.RepeatedCompositeFieldContainer[LostRank]
     onto: Node
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., node_index: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., slots: _Optional[_Iterable[_Union[SlotSource, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[LostRank, _Mapping]]] = ..., onto: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
+    guard_manifest: Manifest
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., node_index: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., slots: _Optional[_Iterable[_Union[SlotSource, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[LostRank, _Mapping]]] = ..., onto: _Optional[_Union[Node, _Mapping]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class DamagedSlot(_message.Message):
     __slots__ = ("node", "slot")
@@ -875,10 +875,9 @@ class GatherRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., mismatched: _Optional[_Iterable[int]] = ..., requested_every: _Optional[int] = ..., layout: _Optional[_Union[LayoutReport, _Mapping]] = ..., guard: _Optional[_Union[GuardReport, _Mapping]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("job", "epoch", "whole", "until", "open", "mismatched", "every", "interval_start", "layout", "pins")
+    __slots__ = ("job", "epoch", "until", "open", "mismatched", "every", "interval_start", "layout", "pins")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    WHOLE_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     MISMATCHED_FIELD_NUMBER: _ClassVar[int]
@@ -888,7 +887,6 @@ class Outcome(_message.Message):
     PINS_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
-    whole: int
     until: int
     open: _containers.RepeatedScalarFieldContainer[int]
     mismatched: _containers.RepeatedScalarFieldContainer[int]
@@ -896,7 +894,7 @@ class Outcome(_message.Message):
     interval_start: int
     layout: LayoutOutcome
     pins: Pins
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
 
 class OutcomeReply(_message.Message):
     __slots__ = ()

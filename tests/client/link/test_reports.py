@@ -11,10 +11,12 @@ import pytest
 
 from reft.client.link import reports as reporting
 from reft.client.link.reports import CALLS_MAX, Reporter, ReporterFacts
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import StepReport
 from reft.core.commit.version import Epoch, Version
 from reft.errors import DaemonUnavailable, StaleEpoch
 from reft.failpoints import Failpoints
+from reft.wire import messages
 from reft.wire.local_socket import FrameReader, frame
 from reft.wire.messages import PROTOCOL, report_from
 from reft.wire.v1 import daemon_pb2 as pb
@@ -51,7 +53,8 @@ class Played:
         return report_from(request.report.steps)
 
     def say(self, calls: int = 1, whole: int = -1, protocol: int = PROTOCOL, **facts) -> None:
-        report = pb.ReportReply(**{"whole": whole, "until": whole, **facts})
+        pins = messages.pins_to(Pins(whole=whole))
+        report = pb.ReportReply(**{"pins": pins, "until": whole, **facts})
         self.there.sendall(frame(pb.LocalReply(report=report, calls=calls, protocol=protocol)))
 
     def refuse(self, status: int, error: str, protocol: int = PROTOCOL) -> None:
@@ -81,7 +84,7 @@ def reporter(played, tmp_path):
 
 
 def whole(reporter) -> int:
-    return reporter.whole.step if reporter.whole else -1
+    return reporter.pins.whole
 
 
 def test_each_report_covers_all_undecided_steps(reporter, played):
@@ -193,7 +196,7 @@ def test_a_reply_of_the_protocol_before_the_envelopes_is_understood(reporter, pl
     """An old daemon reads the report as its ReportRequest, and answers with its ReportReply."""
     reporter.answer(1, SEALED)
     played.next()
-    body = pb.ReportReply(whole=-1).SerializeToString()
+    body = b"\x08" + b"\xff" * 9 + b"\x01"  # its field `whole`: -1
     body += pb.LocalReply(calls=1, status=9, error="you speak protocol 7", protocol=6).SerializeToString()
     played.there.sendall(len(body).to_bytes(4, "little") + body)
     until(lambda: reporter.error is not None)

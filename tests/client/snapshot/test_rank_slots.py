@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from reft.client.snapshot.rank_slots import RankSlots
+from reft.client.snapshot.round_view import KeptVersions
 from reft.core.commit.slots import Slot, SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.errors import NoRoom
@@ -26,6 +27,13 @@ def slot_of(index: int, version: Version | None = None, data_bytes: int = 4096) 
     slot.view = lambda: Slot(index, state, version)
     slot.close = lambda: setattr(slot, "closed", slot.closed + 1)
     return slot
+
+
+def kept_with(whole: Version | None, *pinned: Version) -> KeptVersions:
+    return KeptVersions(whole, frozenset({whole, *pinned} - {None}))
+
+
+KEPT = kept_with(WHOLE)
 
 
 class FakeLeases:
@@ -53,18 +61,18 @@ class FakeLeases:
 
 def prepared(slots: RankSlots, count: int) -> None:
     """Prepares snapshots until the rank has so many slots."""
-    until(lambda: slots.prepare(PLAN, WHOLE) and len(slots) == count, what="the slots")
+    until(lambda: slots.prepare(PLAN, KEPT) and len(slots) == count, what="the slots")
 
 
 def test_a_missing_slot_joins_in_the_background_once_a_version_of_the_epoch_is_whole():
     leases = FakeLeases([slot_of(2)])
     slots = RankSlots([slot_of(0, WHOLE), slot_of(1)], leases, 0, wanted=3)
-    assert slots.prepare(PLAN, WHOLE) and len(slots) == 2, "snapshots go on while the slot is made"
-    assert slots.prepare(PLAN, WHOLE) and len(slots) == 2
+    assert slots.prepare(PLAN, KEPT) and len(slots) == 2, "snapshots go on while the slot is made"
+    assert slots.prepare(PLAN, KEPT) and len(slots) == 2
     leases.is_made.set()
     prepared(slots, 3)
     assert leases.asked == [[0, 1]], "asked once"
-    chosen = slots.choose({0, 1}, WHOLE, lambda _: False)
+    chosen = slots.choose({0, 1}, KEPT, lambda _: False)
     assert chosen is leases.further[0]
     slots.unmap()
     assert leases.further[0].closed == 1
@@ -84,7 +92,7 @@ def test_no_slot_joins_while_older_slots_are_needed_or_none_is_missing(held, who
     """The base may still be needed, or a whole version lies in slots of an older layout."""
     leases = FakeLeases([slot_of(2)])
     slots = RankSlots([slot_of(i, version) for i, version in enumerate(held)], leases, 0, wanted)
-    assert slots.prepare(PLAN, whole) and slots.prepare(PLAN, whole)
+    assert slots.prepare(PLAN, kept_with(whole)) and slots.prepare(PLAN, kept_with(whole))
     assert leases.asked == [] and len(slots) == 2
 
 
@@ -92,19 +100,19 @@ def test_without_memory_for_the_missing_slot_the_rank_goes_on(caplog):
     leases = FakeLeases(NoRoom("no room."))
     leases.is_made.set()
     slots = RankSlots([slot_of(0, WHOLE), slot_of(1)], leases, 0, wanted=3)
-    assert slots.prepare(PLAN, WHOLE)
+    assert slots.prepare(PLAN, KEPT)
     until(lambda: "rank 0 goes on with 2 of 3 slots: no room." in caplog.text, what="the warning")
-    assert slots.prepare(PLAN, WHOLE) and slots.prepare(PLAN, WHOLE)
+    assert slots.prepare(PLAN, KEPT) and slots.prepare(PLAN, KEPT)
     assert len(leases.asked) == 1 and len(slots) == 2
 
 
 def test_a_larger_layout_waits_for_the_missing_slot_and_replaces_all():
     leases = FakeLeases([slot_of(2)])
     slots = RankSlots([slot_of(0, WHOLE), slot_of(1)], leases, 0, wanted=3)
-    assert slots.prepare(PLAN, WHOLE)
-    assert not slots.prepare(LARGER, WHOLE)
+    assert slots.prepare(PLAN, KEPT)
+    assert not slots.prepare(LARGER, KEPT)
     leases.is_made.set()
-    until(lambda: slots.prepare(LARGER, WHOLE), what="the larger slots")
+    until(lambda: slots.prepare(LARGER, KEPT), what="the larger slots")
     assert len(slots) == 2, "the third one joins once a larger slot holds a whole version"
     assert len(leases.asked) == 1
 
@@ -112,7 +120,7 @@ def test_a_larger_layout_waits_for_the_missing_slot_and_replaces_all():
 def test_a_closed_session_says_nothing_of_slots_that_are_still_made(caplog):
     leases = FakeLeases(NoRoom("no room."))
     slots = RankSlots([slot_of(0, WHOLE), slot_of(1)], leases, 0, wanted=3)
-    slots.prepare(PLAN, WHOLE)
+    slots.prepare(PLAN, KEPT)
     thread = next(thread for thread in threading.enumerate() if thread.name == "reft-lease")
     slots.forget_lease()
     leases.is_made.set()

@@ -22,6 +22,8 @@ from reft.client.snapshot.task import SnapshotHistory
 from reft.client.state.host_state import HostState
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import place
+from reft.core.commit.decision import Decision
+from reft.core.commit.pins import Pins
 from reft.core.commit.relayout import LayoutOutcome
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import Slot, SlotState
@@ -43,12 +45,12 @@ OLD, NEW = Epoch(1, b"o" * 16), Epoch(2, b"n" * 16)
 
 
 class FakeReporter:
-    """A reporter without a daemon; the test sets `whole`."""
+    """A reporter without a daemon; the test sets `pins`."""
 
     is_stale = slots_missing = False
 
     def __init__(self) -> None:
-        self.whole: Version | None = None
+        self.pins = Pins()
         self.answers: dict[int, tuple[StepAnswer, str]] = {}
         self.answered = threading.Semaphore(0)
         self.news, self.woken, self.waits = 0, threading.Semaphore(0), threading.Event()
@@ -91,7 +93,7 @@ class FakeSlots:
 class Rank:
     """One rank of a job of three nodes; only this rank trains."""
 
-    def __init__(self, base: Version | None = None, state=None, copy_engine=None) -> None:
+    def __init__(self, base: Version | None = None, state=None, copy_engine=None, guard=None, slots=3) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -101,9 +103,12 @@ class Rank:
         division = divide({layout.digest: layout}, [layout.digest] * 3)
         self.placement = place(division, range(3), "aec", 1, 4096)
         self.copy_engine, self.reporter = copy_engine or CpuCopyEngine([]), FakeReporter()
-        self.slots = RankSlots(FakeSlots(3, self.placement.rank_placement(0).data_bytes).slots, None, 0, wanted=3)
+        self.slots = RankSlots(
+            FakeSlots(slots, self.placement.rank_placement(0).data_bytes).slots, None, 0, wanted=slots
+        )
         self.snapshots = Snapshotter(
-            SnapshotFacts(0, NEW, self.placement, NO_NAMES, 0, Failpoints()), base,
+            SnapshotFacts(0, NEW, self.placement, NO_NAMES, 0, Failpoints()),
+            Decision(NEW, base, guard=guard),
             SavePlanner(self.tracked, self.placement, 0, self.copy_engine.parity_tiling),
             HostState(self.tracked, state or {}), self.copy_engine, self.reporter, self.slots, SnapshotHistory(),
         )  # fmt: skip
@@ -189,7 +194,7 @@ def test_a_slot_that_frees_up_in_the_window_is_taken(rank):
     assert [rank.take(step)[0] for step in (1, 2, 3)] == [StepAnswer.SEALED] * 3
     rank.snapshots.take(4, is_marked=True)
     assert rank.reporter.waits.wait(20)
-    rank.reporter.whole = Version(NEW, 3)
+    rank.reporter.pins = Pins(whole=3)
     rank.reporter.wake()
     assert rank.reporter.answered.acquire(timeout=20), "without a fence"
     rank.snapshots.fence()

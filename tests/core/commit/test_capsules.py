@@ -8,6 +8,7 @@ import pytest
 
 from reft.core.commit.capsules import CapsuleAcks, capsules_to_drop
 from reft.core.commit.decision import Decision, counts
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import UNDECIDED_MAX, Outcome, StepReport
 from reft.core.commit.version import Epoch, Version
 from tests.support.saying import SEALED, VOID, report_of
@@ -65,7 +66,7 @@ def test_late_repeated_and_foreign_acknowledgements_change_nothing():
 def test_capsules_of_decided_steps_are_not_owed():
     capsule_acks = CapsuleAcks((4,))
     capsule_acks.hear_rank(0, report_of({1: SEALED, 2: SEALED, 3: SEALED, 4: SEALED}))
-    capsule_acks.settle(Outcome(2, 4, frozenset({3})))
+    capsule_acks.settle(Outcome(Pins(whole=2), 4, frozenset({3})))
     assert capsule_acks.owed(4) == [(0, 3)]
     assert capsule_acks.hear_rank(0, report_of({1: SEALED, 4: SEALED})) == StepReport(2, 4, pending=frozenset({3}))
     assert capsule_acks.owed(4) == [(0, 3)]
@@ -78,7 +79,7 @@ def test_digests_are_kept_as_long_as_the_answer():
     capsule_acks.hear_rank(0, report_of({1: SEALED}), {1: {7: 99}})  # the first answer counts
     assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: StepReport(-1, 2, frozenset({1}), frozenset({2}))}
     assert capsule_acks.digests_of(0)[1] == {7: 11} and not capsule_acks.digests_of(5)
-    capsule_acks.settle(Outcome(1, 1))
+    capsule_acks.settle(Outcome(Pins(whole=1), 1))
     assert capsule_acks.digests_of(0) == {2: {7: 12}}
 
 
@@ -150,12 +151,14 @@ def at(step: int, epoch: Epoch = NOW) -> Version:
 def test_a_holder_drops_versions_older_than_the_newest_whole_one():
     kept = [at(3), at(4), at(5), at(6)]
     assert capsules_to_drop(kept, Decision(NOW, None), Outcome()) == set()
-    assert capsules_to_drop(kept, Decision(NOW, None), Outcome(5, 5)) == {at(3), at(4)}
-    assert capsules_to_drop([at(7, BEFORE), at(0)], Decision(NOW, at(7, BEFORE)), Outcome(0, 0)) == {at(7, BEFORE)}
+    assert capsules_to_drop(kept, Decision(NOW, None), Outcome(Pins(whole=5), 5)) == {at(3), at(4)}
+    assert capsules_to_drop([at(7, BEFORE), at(0)], Decision(NOW, at(7, BEFORE)), Outcome(Pins(whole=0), 0)) == {
+        at(7, BEFORE)
+    }
 
 
 def test_a_holder_drops_void_versions():
-    assert capsules_to_drop([at(3), at(4)], Decision(NOW, None), Outcome(-1, 4, frozenset({3}))) == {at(4)}
+    assert capsules_to_drop([at(3), at(4)], Decision(NOW, None), Outcome(Pins(), 4, frozenset({3}))) == {at(4)}
 
 
 def test_the_base_stays_until_a_version_of_the_new_epoch_is_whole():
@@ -163,9 +166,9 @@ def test_the_base_stays_until_a_version_of_the_new_epoch_is_whole():
     kept = [at(7, BEFORE), at(8, BEFORE), at(9)]
     assert capsules_to_drop(kept, decision, Outcome()) == set()
     assert (
-        capsules_to_drop(kept, decision, Outcome(-1, 8)) == set()
+        capsules_to_drop(kept, decision, Outcome(Pins(), 8)) == set()
     )  # a void of this epoch, not of the epoch of the base
-    assert capsules_to_drop(kept, decision, Outcome(9, 9)) == {at(7, BEFORE), at(8, BEFORE)}
+    assert capsules_to_drop(kept, decision, Outcome(Pins(whole=9), 9)) == {at(7, BEFORE), at(8, BEFORE)}
 
 
 def test_a_holder_drops_versions_of_superseded_histories():
@@ -179,7 +182,7 @@ def test_a_holder_limits_undecided_versions():
     base = at(50, BEFORE)
     kept = [base, *(at(step) for step in range(UNDECIDED_MAX + 3))]
     assert capsules_to_drop(kept, Decision(NOW, base), Outcome()) == {at(0), at(1), at(2)}
-    whole = Outcome(1, 1)
+    whole = Outcome(Pins(whole=1), 1)
     assert capsules_to_drop(kept, Decision(NOW, base), whole) == {base, at(0), at(2)}  # step 1 is whole, and stays
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from reft.core.commit.pins import Pins
 from reft.core.commit.relayout import (
     LayoutOutcome,
     LayoutReport,
@@ -76,7 +77,7 @@ def test_a_pinned_round_learns_nothing_until_the_pin_is_undone():
     assert node.hear_rank(0, StepReport(until=1, sealed=frozenset({1}))) and node.outcome.whole == 1
     node.is_pinned = True
     assert not node.hear_rank(0, StepReport(until=2, sealed=frozenset({2})))
-    assert not node.hear_outcome(Outcome(5, 5)) and not node.hear_layout(0, LayoutReport(1, 1))
+    assert not node.hear_outcome(Outcome(Pins(whole=5), 5)) and not node.hear_layout(0, LayoutReport(1, 1))
     assert node.outcome.whole == 1 and node.layout == LayoutReport()
     node.is_pinned = False
     node.hear_rank(0, StepReport(until=2, sealed=frozenset({2})))

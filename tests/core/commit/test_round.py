@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.core.commit import round as round_module
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import UNDECIDED_MAX, Outcome, Round, StepReport, children_of, parent_of
 from reft.core.commit.slots import Slot, SlotState, choose_slot
 from reft.core.commit.version import Epoch, Version
@@ -28,25 +29,25 @@ def coordinator(ranks: int = 2, nodes: int = 1) -> Round:
 def test_a_step_is_whole_when_every_rank_sealed_it():
     one = coordinator()
     assert one.hear_rank(0, report_of({1: SEALED}))
-    assert one.outcome == Outcome(-1, 1, frozenset({1}))
+    assert one.outcome == Outcome(Pins(), 1, frozenset({1}))
     assert one.hear_rank(1, report_of({1: SEALED}))
-    assert one.outcome == Outcome(1, 1)
+    assert one.outcome == Outcome(Pins(whole=1), 1)
 
 
 def test_a_later_seal_does_not_stand_for_an_earlier_one():
     one = coordinator()
     one.hear_rank(0, report_of({1: SEALED}))
     one.hear_rank(1, report_of({2: SEALED}))
-    assert one.outcome == Outcome(-1, 2, frozenset({2})) and voids(one.outcome) == {0, 1}
+    assert one.outcome == Outcome(Pins(), 2, frozenset({2})) and voids(one.outcome) == {0, 1}
 
 
 def test_a_void_is_announced_at_once_and_for_good():
     one = coordinator()
     one.hear_rank(0, report_of({1: VOID}))
-    assert one.outcome == Outcome(-1, 1)
+    assert one.outcome == Outcome(Pins(), 1)
     one.hear_rank(0, report_of({1: SEALED}))
     one.hear_rank(1, report_of({1: SEALED}))
-    assert one.outcome == Outcome(-1, 1)
+    assert one.outcome == Outcome(Pins(), 1)
 
 
 def test_the_first_answer_counts():
@@ -54,7 +55,7 @@ def test_the_first_answer_counts():
     one.hear_rank(0, report_of({1: SEALED}))
     assert not one.hear_rank(0, report_of({1: VOID}))
     one.hear_rank(1, report_of({1: SEALED}))
-    assert one.outcome == Outcome(1, 1)
+    assert one.outcome == Outcome(Pins(whole=1), 1)
 
 
 def test_repeated_and_late_answers_change_nothing():
@@ -71,9 +72,9 @@ def test_repeated_and_late_answers_change_nothing():
 def test_a_newer_whole_step_settles_all_older_ones():
     one = coordinator()
     one.hear_rank(0, report_of({1: VOID, 2: SEALED, 3: VOID}))
-    assert one.outcome == Outcome(-1, 3, frozenset({2}))
+    assert one.outcome == Outcome(Pins(), 3, frozenset({2}))
     one.hear_rank(1, report_of({2: SEALED}))
-    assert one.outcome == Outcome(2, 3)
+    assert one.outcome == Outcome(Pins(whole=2), 3)
     assert all(one.outcome.decides(step) for step in (1, 2, 3)) and not one.outcome.decides(4)
     assert voids(one.outcome) == {3}
 
@@ -82,9 +83,9 @@ def test_a_step_that_is_pending_is_not_void():
     one = coordinator()
     one.hear_rank(0, StepReport(-1, 9, frozenset(), frozenset({4, 8})))
     one.hear_rank(1, report_of({4: SEALED, 9: VOID}))
-    assert one.outcome == Outcome(-1, 9, frozenset({4}))
+    assert one.outcome == Outcome(Pins(), 9, frozenset({4}))
     assert one.hear_rank(0, report_of({4: SEALED, 9: VOID}))
-    assert one.outcome == Outcome(4, 9)
+    assert one.outcome == Outcome(Pins(whole=4), 9)
 
 
 def test_a_report_does_not_cover_steps_up_to_the_whole_one():
@@ -97,7 +98,7 @@ def test_a_coordinator_accepts_a_whole_step_from_a_rank():
     one = coordinator()
     one.hear_rank(1, report_of({8: SEALED}))
     assert one.hear_rank(0, report_of({9: SEALED}, since=8))
-    assert one.outcome == Outcome(8, 9, frozenset({9}))
+    assert one.outcome == Outcome(Pins(whole=8), 9, frozenset({9}))
 
 
 def test_a_whole_step_alone_is_news():
@@ -124,7 +125,7 @@ def test_a_node_reports_for_its_whole_subtree():
     assert leaf.report() == StepReport(-1, 6, frozenset({2}), frozenset({5}))
     assert leaf.outcome == Outcome()  # only the coordinator decides
     assert leaf.has_news and leaf.is_open
-    assert leaf.hear_outcome(Outcome(2, 6))
+    assert leaf.hear_outcome(Outcome(Pins(whole=2), 6))
     assert leaf.report() == StepReport(2, 6)
     assert not leaf.has_news and not leaf.is_open
 
@@ -133,10 +134,10 @@ def test_a_void_of_a_step_that_is_open_above_is_news():
     """The coordinator knows a newer step from its own ranks; this one was reported pending."""
     leaf = Round(1, 2, frozenset({2, 3}))
     leaf.hear_rank(2, report_of({10: SEALED, 15: VOID}))
-    leaf.hear_outcome(Outcome(1, 15, frozenset({10})))
+    leaf.hear_outcome(Outcome(Pins(whole=1), 15, frozenset({10})))
     leaf.hear_rank(3, report_of({15: VOID}, since=1))
     assert leaf.report() == StepReport(1, 15) and leaf.has_news
-    leaf.hear_outcome(Outcome(1, 15))
+    leaf.hear_outcome(Outcome(Pins(whole=1), 15))
     assert not leaf.has_news
 
 
@@ -150,18 +151,20 @@ def test_sealed_slots_of_a_restarted_daemon_do_not_void_other_steps():
 
 def test_outcomes_are_merged_and_never_go_back():
     leaf = Round(1, 2, frozenset({1}))
-    assert leaf.hear_outcome(Outcome(5, 9, frozenset({7, 8})))
-    assert not leaf.hear_outcome(Outcome(3, 4))
-    assert not leaf.hear_outcome(Outcome(5, 8, frozenset({7, 8})))
-    assert leaf.hear_outcome(Outcome(4, 8, frozenset({7})))
-    assert leaf.outcome == Outcome(5, 9, frozenset({7}))
-    assert leaf.hear_outcome(Outcome(4, 12, frozenset({11})))
-    assert leaf.outcome == Outcome(5, 12, frozenset({11}))
+    assert leaf.hear_outcome(Outcome(Pins(whole=5), 9, frozenset({7, 8})))
+    assert not leaf.hear_outcome(Outcome(Pins(whole=3), 4))
+    assert not leaf.hear_outcome(Outcome(Pins(whole=5), 8, frozenset({7, 8})))
+    assert leaf.hear_outcome(Outcome(Pins(whole=4), 8, frozenset({7})))
+    assert leaf.outcome == Outcome(Pins(whole=5), 9, frozenset({7}))
+    assert leaf.hear_outcome(Outcome(Pins(whole=4), 12, frozenset({11})))
+    assert leaf.outcome == Outcome(Pins(whole=5), 12, frozenset({11}))
 
 
 STEPS = st.integers(0, 12)
 OUTCOMES = st.builds(
-    lambda whole, until, steps: Outcome(whole, max(whole, until), frozenset(s for s in steps if whole < s <= until)),
+    lambda whole, until, steps: Outcome(
+        Pins(whole=whole), max(whole, until), frozenset(s for s in steps if whole < s <= until)
+    ),
     st.integers(-1, 12),
     st.integers(-1, 12),
     st.frozensets(STEPS),
@@ -207,7 +210,7 @@ def test_ranks_that_sealed_other_steps_during_a_long_silence_get_their_slots_bac
     one = coordinator()
     one.hear_rank(0, report_of({470: SEALED, 523: SEALED, 1000: VOID}))
     one.hear_rank(1, report_of({464: SEALED, 540: SEALED, 999: VOID}))
-    assert one.outcome == Outcome(-1, 1000)
+    assert one.outcome == Outcome(Pins(), 1000)
 
 
 # The tree
@@ -396,7 +399,7 @@ def test_many_nodes_of_the_real_fan_out():
         each.take(1, fails=False)
         each.take(2, fails=rank == 79)
     job.heal()
-    assert {each.outcome for each in job.rounds} == {Outcome(1, 2)}
+    assert {each.outcome for each in job.rounds} == {Outcome(Pins(whole=1), 2)}
 
 
 def test_a_silent_node_only_delays_the_announcement():
@@ -408,7 +411,7 @@ def test_a_silent_node_only_delays_the_announcement():
         job.tick()
     assert all(each.outcome.whole == -1 and not voids(each.outcome, range(1, 9)) for each in job.rounds)
     job.heal()
-    assert {each.outcome for each in job.rounds} == {Outcome(1, 1)}
+    assert {each.outcome for each in job.rounds} == {Outcome(Pins(whole=1), 1)}
 
 
 def test_a_restarted_coordinator_is_told_again():
@@ -418,7 +421,7 @@ def test_a_restarted_coordinator_is_told_again():
     job.tick()
     job.rounds[0] = job._fresh(0, 3)
     job.heal()
-    assert {each.outcome for each in job.rounds} == {Outcome(4, 4)}
+    assert {each.outcome for each in job.rounds} == {Outcome(Pins(whole=4), 4)}
 
 
 def test_with_two_slots_no_rank_stays_blocked_after_a_coordinator_restart():
@@ -454,12 +457,12 @@ def both_sealed(first: dict[int, int], second: dict[int, int]) -> Round:
 
 def test_equal_replicas_make_a_whole_step():
     node = both_sealed({3: 7}, {3: 7})
-    assert node.outcome == Outcome(1, 1)
+    assert node.outcome == Outcome(Pins(whole=1), 1)
     assert not node._digests, "digests of decided steps are dropped: training takes millions of steps"
 
 
 def test_replicas_that_differ_make_the_step_void_and_name_the_cell():
-    assert both_sealed({3: 7, 4: 1}, {3: 8, 4: 1}).outcome == Outcome(-1, 1, mismatched=frozenset({3}))
+    assert both_sealed({3: 7, 4: 1}, {3: 8, 4: 1}).outcome == Outcome(Pins(), 1, mismatched=frozenset({3}))
 
 
 def test_after_a_difference_no_later_step_becomes_whole():
@@ -467,7 +470,7 @@ def test_after_a_difference_no_later_step_becomes_whole():
     node = both_sealed({3: 7}, {3: 8})
     for rank in (0, 1):
         node.hear_rank(rank, report_of({2: SEALED}), {2: {3: 1}})
-    assert node.outcome == Outcome(-1, 2, mismatched=frozenset({3}))
+    assert node.outcome == Outcome(Pins(), 2, mismatched=frozenset({3}))
 
 
 def test_ranks_of_other_cells_are_not_compared():
@@ -489,7 +492,7 @@ def test_a_difference_in_a_subtree_reaches_the_coordinator():
         below.hear_rank(rank, report_of({1: SEALED}), {1: {9: rank}})
     assert below.report() == report_of({1: VOID}) and below.digests() == {}
     assert above.hear_node(1, below.report(), below.digests(), below.outcome.mismatched)
-    assert above.outcome == Outcome(-1, 1, mismatched=frozenset({9}))
+    assert above.outcome == Outcome(Pins(), 1, mismatched=frozenset({9}))
 
 
 def test_a_difference_alone_is_news():
@@ -503,4 +506,4 @@ def test_a_repeated_answer_is_not_compared_with_itself():
     node.hear_rank(0, report_of({1: SEALED}), {1: {0: 1}})
     node.hear_rank(0, report_of({1: SEALED}), {1: {0: 2}})
     node.hear_rank(1, report_of({1: SEALED}), {1: {0: 1}})
-    assert node.outcome == Outcome(1, 1)
+    assert node.outcome == Outcome(Pins(whole=1), 1)

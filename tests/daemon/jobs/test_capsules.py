@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from reft.core.commit.capsules import DIGESTS_MAX
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import UNDECIDED_MAX, Outcome, StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.wire import messages
@@ -136,7 +137,7 @@ def test_a_silent_holder_delays_whole_and_nothing_else(job, trainer):
     job.daemons[1].kill(signal.SIGSTOP)
     began = time.monotonic()
     seal(job, trainer, 2, [0])
-    assert job.report(0, {2: SEALED}, wait_ms=500).whole == 1
+    assert job.report(0, {2: SEALED}, wait_ms=500).pins.whole == 1
     assert time.monotonic() - began < 5
     job.daemons[1].kill(signal.SIGCONT)
     all_whole(job, 2)
@@ -149,7 +150,7 @@ def test_a_sealed_step_without_its_capsule_does_not_count(start, trainer):
     job = held_job([start("--listen", "127.0.0.1:0"), dropping])
     seal(job, trainer, 1)
     until(lambda: "does not keep our capsules" in dropping.log.read_text(), what="the lost capsule")
-    assert job.report(0, {1: SEALED}, wait_ms=1000).whole == -1
+    assert job.report(0, {1: SEALED}, wait_ms=1000).pins.whole == -1
     assert copies(job, 0) == [] and copies(job, 1) == [(0, 1)]
 
 
@@ -238,7 +239,7 @@ def test_a_holder_learns_outcomes_with_the_capsules(job):
     """
     keep(job, 1, record(job, 1))
     for step in range(2, UNDECIDED_MAX + 10):
-        decided = messages.outcome_to("job", epoch_of(job.counter), Outcome(1, step - 1))
+        decided = messages.outcome_to("job", epoch_of(job.counter), Outcome(Pins(whole=1), step - 1))
         request = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record(job, step)], outcome=decided)
         tcp_call(job.hellos[1].addresses[0], "Keep", request, job.manifest.token, pb_grpc.PeerStub)
     assert copies(job, 1) == [(0, 1), (0, step)]
@@ -286,7 +287,7 @@ def test_capsules_are_kept_after_all_sessions_were_closed(job, trainer):
     all_whole(job, 1)
     job.close([0])
     for step in (2, 3):
-        decided = messages.outcome_to("job", epoch_of(job.counter), Outcome(step, step - 1))
+        decided = messages.outcome_to("job", epoch_of(job.counter), Outcome(Pins(whole=step), step - 1))
         request = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record(job, step, rank=1)], outcome=decided)
         tcp_call(job.hellos[0].addresses[0], "Keep", request, job.manifest.token, pb_grpc.PeerStub)
     assert job.whole(0) == 3 and copies(job, 0) == [(1, 1), (1, 2), (1, 3)]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import Outcome
 from reft.core.membership.failure_detector import AgentPhase
 from reft.wire.process import Process, stat_of
@@ -213,7 +214,7 @@ def test_news_of_the_round_reach_waiting_reports_without_a_pause(registry):
         consumer = asyncio.ensure_future(registry.tell_changes())
         waiting = asyncio.ensure_future(job.news.wait())
         await asyncio.sleep(0)
-        rounds.hear_outcome(job, Outcome(whole=3, until=3))
+        rounds.hear_outcome(job, Outcome(Pins(whole=3), until=3))
         for _ in range(3):
             await asyncio.sleep(0)
         assert waiting.done()
@@ -269,9 +270,9 @@ def test_reports_and_outcomes_put_their_changes(registry):
         job = job_in(registry)
         rounds.report_sealed_slots(job, 0)
         assert await take_all(registry.changes) == [JobChange("job", {RANKS})]
-        rounds.hear_outcome(job, Outcome(whole=3, until=3))
+        rounds.hear_outcome(job, Outcome(Pins(whole=3), until=3))
         assert await take_all(registry.changes) == [JobChange("job", {OUTCOME})]
-        rounds.hear_outcome(job, Outcome(whole=3, until=3))
+        rounds.hear_outcome(job, Outcome(Pins(whole=3), until=3))
         assert not len(registry.changes), "a repeated outcome is no news"
 
     asyncio.run(run())

@@ -12,7 +12,7 @@ from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry, Header
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.jobs.epochs import base_manifest, is_new, next_record
+from reft_daemon.jobs.epochs import earlier_manifest, is_new, next_record
 from reft_daemon.jobs.leases import Lease
 from reft_daemon.jobs.leasing import check_request, check_trainer
 from reft_daemon.jobs.slots import fitting_slots, is_superfluous, may_be_freed, may_be_written
@@ -59,11 +59,18 @@ def test_a_trainer_writes_slots_that_it_was_given_and_has_not_left(is_current, l
     [(header(step=2), True), (header(step=3), False), (header(step=4), False), (EMPTY, True), (None, True)],
 )
 def test_a_retired_slot_goes_once_a_newer_version_is_whole(slot_header, may):
-    assert may_be_freed(slot_header, Version(epoch_of(1), 3)) is may
+    newest = Version(epoch_of(1), 3)
+    assert may_be_freed(slot_header, newest, {newest}) is may
+
+
+def test_a_retired_slot_with_a_pinned_version_stays():
+    newest, protected = Version(epoch_of(1), 3), Version(epoch_of(1), 1)
+    assert not may_be_freed(header(step=1), newest, {newest, protected})
+    assert may_be_freed(header(step=2), newest, {newest, protected})
 
 
 def test_a_slot_of_an_earlier_epoch_goes_once_the_new_epoch_has_a_whole_version():
-    assert may_be_freed(header(step=9), Version(epoch_of(2), 1))
+    assert may_be_freed(header(step=9), Version(epoch_of(2), 1), ())
 
 
 BASE = Version(epoch_of(1), 5)
@@ -85,7 +92,7 @@ BASE = Version(epoch_of(1), 5)
     ],
 )
 def test_the_base_and_versions_of_the_new_epoch_are_needed(slot_header, base, is_needless):
-    assert is_superfluous(slot_header, epoch_of(3), base) is is_needless
+    assert is_superfluous(slot_header, epoch_of(3), {base}) is is_needless
 
 
 @pytest.mark.parametrize(
@@ -186,9 +193,12 @@ OF_1, OF_2 = Version(epoch_of(1), 5), Version(epoch_of(2), 7)
     ],
 )  # fmt: skip
 def test_the_manifest_of_the_base_is_found_in_earlier_decisions(record, base, script):
-    found = base_manifest(record, pb.DecideRequest(), base)
+    found = earlier_manifest(record, pb.DecideRequest(), base)
     assert (found.script if found is not None else None) == script
-    given = base_manifest(record, pb.DecideRequest(base_manifest=manifest("given")), base)
+    if base is None:
+        return
+    request = pb.DecideRequest(decision=decision(9, base), base_manifest=manifest("given"))
+    given = earlier_manifest(record, request, base)
     assert given is not None and given.script == "given", "the decision knows best"
 
 

@@ -199,7 +199,7 @@ def test_a_killed_daemon_adopts_slots_leases_and_epoch(daemon, trainer):
     assert (status.epoch, status.ranks[0].alive, status.ranks[0].pid) == (job.epoch, True, trainer.pid)
     assert status.ranks[0].bytes == held == daemon.call("Status", pb.StatusRequest()).held_bytes
     assert job.headers() == {names[0]: (SEALED, 1), names[1]: (SEALED, 2)}
-    assert job.report(0, {}).whole == 2 and not job.report(0, {}).slots_missing
+    assert job.report(0, {}).pins.whole == 2 and not job.report(0, {}).slots_missing
     assert job.lease(0, trainer.pid) == names
     trainer.kill()
     until(lambda: not is_alive(job), what="the news of a death after adoption")

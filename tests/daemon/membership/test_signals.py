@@ -292,7 +292,7 @@ def test_a_node_that_was_given_up_can_not_restore_its_old_round(cluster):
         ("Beat", stale_beat, TOKEN, pb_grpc.PeerStub),
         ("AgentBeat", pb.AgentBeatRequest(job="job", launch="launch", round=1, node_id=three.nodes[1].id), TOKEN, None),
         ("Gather", pb.GatherRequest(job="job", epoch=old, node_index=2, steps=sealed), manifest_token, pb_grpc.PeerStub),
-        ("Announce", pb.Outcome(job="job", epoch=old, whole=9), manifest_token, pb_grpc.PeerStub),
+        ("Announce", pb.Outcome(job="job", epoch=old, pins=pb.Pins(whole=9)), manifest_token, pb_grpc.PeerStub),
         ("Keep", pb.KeepRequest(job="job", epoch=old), manifest_token, pb_grpc.PeerStub),
         ("Lease", pb.LeaseRequest(job="job", epoch=old, rank=0), manifest_token, None),
         ("Secure", pb.SecureRequest(job="job", epoch=old), manifest_token, None),

@@ -55,7 +55,7 @@ def test_a_report_is_answered_when_its_step_is_decided(three):
         waiting = pool.submit(three.report, 1, {1: SEALED}, wait_ms=9000)
         three.report(0, {1: SEALED})
         three.report(2, {1: SEALED})
-        assert waiting.result().whole == 1
+        assert waiting.result().pins.whole == 1
         assert time.monotonic() - began < 5
 
 
@@ -92,7 +92,7 @@ def test_a_stopped_daemon_delays_no_report_and_the_round_recovers(three, stopped
     for step in (1, 2):
         for rank in living:
             began = time.monotonic()
-            assert three.report(rank, {step: SEALED}, wait_ms=300, timeout=5).whole == -1
+            assert three.report(rank, {step: SEALED}, wait_ms=300, timeout=5).pins.whole == -1
             assert time.monotonic() - began < 2
     deep = three.daemons[living[0]].call("Status", pb.StatusRequest(job="job", deep=True), timeout=5).jobs[0]
     assert list(deep.silent_nodes) == [f"n{stopped}"]
@@ -114,7 +114,7 @@ def test_a_daemon_that_was_killed_learns_the_round_again(three, killed):
     daemon.start()  # at its earlier port, although port 0 allows any: other nodes call it there
 
     def repeated() -> bool:
-        return min(three.report(rank, {1: SEALED}).whole for rank in range(3)) == 1
+        return min(three.report(rank, {1: SEALED}).pins.whole for rank in range(3)) == 1
 
     until(repeated, what="whole(1) for every rank")
 
@@ -193,7 +193,7 @@ def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
     sealed = pb.StepReport(until=1, sealed=[pb.SealedStep(step=1)])
     for request, method in (
         (pb.GatherRequest(job="job", epoch=old, node_index=1, steps=sealed), "Gather"),
-        (pb.Outcome(job="job", epoch=old, whole=9), "Announce"),
+        (pb.Outcome(job="job", epoch=old, pins=pb.Pins(whole=9)), "Announce"),
     ):
         with pytest.raises(grpc.RpcError) as stale:
             tcp_call(address, method, request, token, pb_grpc.PeerStub)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import Outcome, StepAnswer
 from reft.errors import AttachError
 from reft.wire import local_socket, messages, rpc
@@ -231,19 +232,19 @@ def test_a_report_without_a_lease_is_refused(shared, job):
 
 def test_reports_of_decided_steps_change_nothing(shared, job):
     job.lease(1)
-    assert job.report(0, {3: StepAnswer.SEALED}).whole == -1
-    assert job.report(1, {3: StepAnswer.SEALED}).whole == 3
-    assert job.report(0, {3: StepAnswer.SEALED}).whole == 3  # sealed twice
+    assert job.report(0, {3: StepAnswer.SEALED}).pins.whole == -1
+    assert job.report(1, {3: StepAnswer.SEALED}).pins.whole == 3
+    assert job.report(0, {3: StepAnswer.SEALED}).pins.whole == 3  # sealed twice
     # another answer for a decided step changes nothing
-    assert job.report(0, {3: StepAnswer.VOID, 2: StepAnswer.VOID}).whole == 3
-    assert messages.outcome_from(job.report(0, {2: StepAnswer.VOID})) == Outcome(3, 3)
+    assert job.report(0, {3: StepAnswer.VOID, 2: StepAnswer.VOID}).pins.whole == 3
+    assert messages.outcome_from(job.report(0, {2: StepAnswer.VOID})) == Outcome(Pins(whole=3), 3)
 
 
 def test_steps_at_the_end_of_the_range(shared, job):
     job.lease(1)
     answers = {messages.STEP_MAX: StepAnswer.SEALED}
     job.report(0, answers)
-    assert job.report(1, answers).whole == messages.STEP_MAX
+    assert job.report(1, answers).pins.whole == messages.STEP_MAX
     for step in (messages.STEP_MAX + 1, (1 << 64) - 1):
         with refused(Code.INVALID_ARGUMENT, "steps end at"):
             job.report(0, {step: StepAnswer.SEALED})
@@ -290,7 +291,7 @@ def test_over_tcp_only_the_jobs_own_token_admits(shared, job):
         ("Purge", pb.PurgeRequest(job="job"), None),
         ("Decide", pb.DecideRequest(manifest=job.manifest, decision=job.decision()), None),
         ("Gather", pb.GatherRequest(job="job", epoch=job.epoch, node_index=1), pb_grpc.PeerStub),
-        ("Announce", pb.Outcome(job="job", epoch=job.epoch, whole=99), pb_grpc.PeerStub),
+        ("Announce", pb.Outcome(job="job", epoch=job.epoch, pins=pb.Pins(whole=99)), pb_grpc.PeerStub),
     ]
     for method, request, service in calls:
         for token in (None, b"", b"x" * 32, other.manifest.token):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import Outcome
 from reft.wire import local_socket
 from reft.wire.local_socket import READ_BYTES, FrameReader, frame
@@ -45,7 +46,7 @@ class PlayedJob:
         self.record.slots.current["rank-0.slot-0"] = SimpleNamespace(rank=0, descriptor=0)
 
     def decide(self, step: int) -> None:
-        rounds.hear_outcome(self.record, Outcome(whole=step, until=step))
+        rounds.hear_outcome(self.record, Outcome(Pins(whole=step), until=step))
         self.record.wake_waiting_reports()
 
     def begin_epoch(self, counter: int) -> None:
@@ -186,7 +187,7 @@ def test_trainers_that_report_are_no_newcomers_and_have_no_deadline(run, monkeyp
         place.job.decide(1)
         trainers = [place.caller() for _ in range(5)]
         for trainer in trainers:
-            assert (await trainer.ask(report(1))).report.whole == 1
+            assert (await trainer.ask(report(1))).report.pins.whole == 1
         place.job.begin_epoch(1)
         assert (await trainers[0].ask(report(1))).status == Code.ABORTED.value[0]
         place.job.begin_epoch(0)
@@ -194,7 +195,7 @@ def test_trainers_that_report_are_no_newcomers_and_have_no_deadline(run, monkeyp
         assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
         assert (await silent.reply()).status and await silent.reply() is None, "its deadline is over"
         for trainer in trainers:
-            assert (await trainer.ask(report(1))).report.whole == 1
+            assert (await trainer.ask(report(1))).report.pins.whole == 1
 
     run(scenario)
 
@@ -207,7 +208,7 @@ def test_one_reply_answers_all_reports_that_were_decided(run):
         await turns(lambda: len(connection._waiting) == 3)
         place.job.decide(2)
         reply = await trainer.reply()
-        assert (reply.calls, reply.report.whole) == (2, 2)
+        assert (reply.calls, reply.report.pins.whole) == (2, 2)
         place.job.begin_epoch(1)
         reply = await trainer.reply()
         assert (reply.calls, reply.status) == (1, Code.ABORTED.value[0])
@@ -239,7 +240,7 @@ def test_a_connection_follows_the_job_of_its_newest_report(run):
 def test_a_report_is_answered_after_its_requested_wait(run):
     async def scenario(place: Place) -> None:
         trainer = place.caller()
-        assert (await trainer.ask(report(1, wait_ms=0))).report.whole == -1
+        assert (await trainer.ask(report(1, wait_ms=0))).report.pins.whole == -1
         began = asyncio.get_running_loop().time()
         await trainer.send(report(2, wait_ms=100))
         assert (await trainer.ask(report(3, wait_ms=300))).calls == 1
@@ -287,7 +288,7 @@ def test_the_daemon_does_not_read_from_a_caller_that_does_not_read(run):
         for _ in range(count):
             assert (await greedy.reply()).caller.pid == os.getpid()
         await sending
-        assert (await greedy.ask(report(1, wait_ms=0))).report.whole == -1, "after all earlier requests"
+        assert (await greedy.ask(report(1, wait_ms=0))).report.pins.whole == -1, "after all earlier requests"
 
     run(scenario)
 
@@ -355,11 +356,11 @@ def test_closing_the_socket_keeps_open_connections(run):
     async def scenario(place: Place) -> None:
         place.job.decide(1)
         trainer = place.caller()
-        assert (await trainer.ask(report(1))).report.whole == 1
+        assert (await trainer.ask(report(1))).report.pins.whole == 1
         for _ in range(2):
             place.server.close()
         assert not place.server.path.exists()
-        assert (await trainer.ask(report(1))).report.whole == 1
+        assert (await trainer.ask(report(1))).report.pins.whole == 1
 
     run(scenario)
 

@@ -30,7 +30,7 @@ def test_the_sockets_are_made_again_and_the_slots_are_kept(daemon, trainer):
         assert daemon.answers()
         assert len(job.maps(0, names)) == len(names)  # these are sent over the local socket
         write(slots[step - 1], job.version(step), SlotState.SEALED)
-        assert job.report(0, {step: StepAnswer.SEALED}).whole == step
+        assert job.report(0, {step: StepAnswer.SEALED}).pins.whole == step
     assert {path.name for path in daemon.home.iterdir()} >= {"d.sock", "d.sock.ln", "d.sock.lock"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in daemon.home.glob("d.sock*"))
 
