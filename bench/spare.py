@@ -47,7 +47,7 @@ def measure(gib: float, is_spare: bool) -> tuple[float, float, float]:
         begun_at = time.perf_counter()
         arena.pool.refill()
         filled_at = time.perf_counter()
-        slots = arena.create("bench", 0, [f"rank-0.slot-{i}" for i in range(SLOTS)], geometry, [])
+        slots = arena.create("bench", 0, {f"rank-0.slot-{i}": geometry for i in range(SLOTS)}, [])
         made_at = time.perf_counter()
         for slot in slots:
             pages = np.frombuffer(mmap.mmap(slot.descriptor, slot.file_bytes), np.uint8)

@@ -33,6 +33,7 @@ from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.shortage import take_all_descriptors
 from reft_daemon.jobs.scrub import scrub_for_ever
+from reft_daemon.mover.mover import MoverSettings
 from reft_daemon.peers.round_replicator import PeerChannels
 from reft_daemon.registry import Registry, RetentionTimes
 from reft_daemon.server import grpc_server
@@ -42,6 +43,8 @@ from reft_daemon.server.socket_keeper import SocketKeeper
 log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
 OOM_SCORE = -900  # all trainers of the node need this process
+RATE_MIN = 1 << 20  # bytes per second; slower turns would never end
+PORT_MAX = 65535
 SPARE_S = 5.0  # between two tries to make spare files
 GRACE_S = 1.0  # time that running calls get to end when the daemon stops
 
@@ -63,6 +66,8 @@ class DaemonSettings:
     tls: Tls | None
     insecure: bool
     kills_hung: bool
+    bulk: str = ""
+    protect_bandwidth: str = "auto"
 
     @property
     def host(self) -> str:
@@ -97,6 +102,34 @@ def check_listen(settings: DaemonSettings) -> None:
             f"--listen {settings.listen}: {settings.host} is loopback on this machine; other nodes can't call it.",
             "give this node's IP address as a number, or correct the line in /etc/hosts",
         )
+
+
+def mover_settings(settings: DaemonSettings) -> MoverSettings:
+    """Returns how the mover listens.
+
+    Raises:
+        ConfigError: `--bulk` is not HOST or HOST:PORT, would send state in plain text, or
+            `--protect-bandwidth` is no rate.
+    """
+    rate = settings.protect_bandwidth
+    bytes_per_s = 0 if rate == "auto" else parse_size(rate.removesuffix("/s"))
+    if rate != "auto" and bytes_per_s < RATE_MIN:
+        raise ConfigError(f"--protect-bandwidth {rate} is below {RATE_MIN} bytes/s.", "give e.g. 200M/s, or auto")
+    if not settings.bulk:
+        return MoverSettings(settings.host or "127.0.0.1", 0, bytes_per_s, settings.tls)
+    has_port = ":" in settings.bulk.rpartition("]")[2]
+    host, _, port = settings.bulk.rpartition(":") if has_port else (settings.bulk, "", "0")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or int(port) > PORT_MAX or (":" in host and not settings.bulk.startswith("[")):
+        raise ConfigError(
+            f"--bulk {settings.bulk} is neither HOST nor HOST:PORT.", "e.g. --bulk 10.1.0.7 or --bulk [fd00::7]:29701"
+        )
+    if not settings.tls and not settings.insecure and not rpc.is_loopback(host):
+        raise ConfigError(
+            f"--bulk {settings.bulk} is reachable from other hosts, and there is no TLS.",
+            "give --tls-cert, --tls-key and --tls-ca; on a network that you trust, --insecure is enough",
+        )
+    return MoverSettings(host, int(port), bytes_per_s, settings.tls, host)
 
 
 def _is_number(host: str) -> bool:
@@ -162,7 +195,8 @@ async def serve(settings: DaemonSettings) -> None:
         PeerChannels(settings.tls, own_addresses),
         PeerChannels(settings.tls, own_addresses, own_connections=True),
     )
-    registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
+    mover = mover_settings(settings)
+    registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung, mover)
     trusts_peers = settings.tls is not None or settings.insecure or rpc.is_loopback(settings.host)
     identity = DaemonIdentity(
         settings.node, settings.domain, addresses, str(socket_keeper.local_path), settings.memory_bytes,
@@ -365,11 +399,22 @@ async def _refill_spare_files(pool: SparePool) -> None:
     is_flag=True,
     help="Kill a rank of this node that makes no progress while all others wait for it; torchrun restarts the job.",
 )
+@click.option(
+    "--bulk",
+    default="",
+    help="HOST or HOST:PORT, perhaps of another network card, to exchange parity with other nodes; without it the "
+    "host of --listen, at any free port.",
+)
+@click.option(
+    "--protect-bandwidth",
+    default="auto",
+    help="Bytes per second that this node sends at most for the exchange of parity, e.g. 200M/s; auto: no limit.",
+)
 @click.version_option(__version__)
 def main(
     node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, spare: str,
     ttl: float, ttl_failed: float, idle_exit: float, purge: bool, tls_cert: Path | None, tls_key: Path | None,
-    tls_ca: Path | None, insecure: bool, kill_hung: bool,
+    tls_ca: Path | None, insecure: bool, kill_hung: bool, bulk: str, protect_bandwidth: str,
 ) -> None:  # fmt: skip
     """Keeps the snapshots of this node's training jobs in memory, even after trainers end.
 
@@ -391,9 +436,10 @@ def main(
             node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
             parse_size(memory), parse_spare(spare),
             RetentionTimes(check_seconds("--ttl", ttl), check_seconds("--ttl-failed", ttl_failed)),
-            check_seconds("--idle-exit", idle_exit), purge, tls, insecure, kill_hung,
+            check_seconds("--idle-exit", idle_exit), purge, tls, insecure, kill_hung, bulk, protect_bandwidth,
         )  # fmt: skip
         check_listen(settings)
+        mover_settings(settings)
         if insecure and listen:
             log.warning(
                 "--insecure: state and tokens travel in plain text; anyone who can reach %s can read them", listen

@@ -130,6 +130,7 @@ class MoverChild:
 
     def _grant(self, message: ControlMessage, _: Sequence[int]) -> None:
         self._server.grant(message["job"], bytes.fromhex(message["ticket"]))
+        self._tell({"done": message["id"]})  # only now may another node use the ticket
 
     def _begin(self, message: ControlMessage, descriptors: Sequence[int]) -> None:
         slot = SlotMap(map_file(descriptors[0], message["file_bytes"])[1])

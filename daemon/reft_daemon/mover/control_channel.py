@@ -11,7 +11,7 @@
       forget  a job ─────────────────────────►    serves the job no more; its slots are unmapped
               ◄─────────────────────────── port   once, at the start
               ◄──────────────────────── folded    bytes of a pull, every TELL_BYTES
-              ◄────────────────────────── done    each begin, pull, seal and forget, once
+              ◄────────────────────────── done    each grant, begin, pull, seal and forget, once
 
 Both sides are of one version, and the pair has no name, so no other process can send. A message is
 one datagram, at most MESSAGE_MAX bytes. The mover ends when the channel ends. A mover that ends

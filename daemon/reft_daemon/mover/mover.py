@@ -148,7 +148,7 @@ class Mover:
                 await self._send(running, offer, [each.slot.descriptor for each in batch])
             running.offers[job] = key
         ticket = secrets.token_bytes(TICKET_BYTES)
-        await self._send(running, {"do": "grant", "job": job, "ticket": ticket.hex()})
+        await self._call(running, {"do": "grant", "job": job, "ticket": ticket.hex()}, START_S)
         return ticket, running.port.result()
 
     async def forget(self, job: str) -> None:
@@ -294,7 +294,8 @@ class Mover:
         raise MoverGone("the mover has ended.", "look at this daemon's log")
 
     async def _call(
-        self, running: MoverProcess, message: Mapping[str, Any], deadline_s: float, ident: int = 0, descriptors: Sequence[int] = (),
+        self, running: MoverProcess, message: Mapping[str, Any], deadline_s: float,
+        ident: int = 0, descriptors: Sequence[int] = (),
     ) -> ControlMessage:  # fmt: skip
         """Sends a command; returns its answer.
 

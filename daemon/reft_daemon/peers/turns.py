@@ -222,7 +222,7 @@ class TurnService:
             length for local in lanes for source in local.lane.sources_of(local.member)
             for _, _, length in local.lane.requests(source, local.member, job.record.manifest.chunk_bytes)
         )  # fmt: skip
-        # With `return_exceptions` a cancelled turn ends after all its lanes, not after the first one.
+        # With `return_exceptions` a cancelled turn ends after all its lanes, not after the first.
         outcomes = await asyncio.gather(*(self._guard(job, turn, local) for local in lanes), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):

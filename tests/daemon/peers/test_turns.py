@@ -1,0 +1,154 @@
+"""Tests turns of the exchange among real daemons: parity as the oracle says, faults, limits."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from reft.core.commit.round import StepAnswer
+from reft.core.commit.slots import SlotState
+from reft.core.layout.layout import Leaf
+from reft.wire import capsule_format, messages
+from reft.wire.manifest import placement_of
+from reft.wire.slot_format import PAGE, SlotMap, chunk_digest
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.daemons import DaemonProcess, until
+from tests.support.jobs import Code, Job, refused, tcp_call
+from tests.support.manifests import described
+from tests.support.parity import expected_parity
+
+CHUNK = 64 << 10
+SHARED = 3 * CHUNK + 100
+SLOTS = 4
+SEALED = StepAnswer.SEALED
+SIZES = (9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK)
+
+
+def leaf(name: str, nbytes: int) -> Leaf:
+    return Leaf(name, "uint8", (nbytes,), (1,), nbytes, False, (nbytes,), (0,))
+
+
+class ShardedJob(Job):
+    """A job whose ranks, one on each node, have one replicated leaf and one of their own."""
+
+    def __init__(self, daemons: Sequence[DaemonProcess], sizes: Sequence[int], pid: int) -> None:
+        ranks = [[leaf("shared", SHARED), leaf(f"own{rank}", size)] for rank, size in enumerate(sizes)]
+        nodes = [(daemon, [rank]) for rank, daemon in enumerate(daemons)]
+        super().__init__(nodes, protect="auto", tolerate=-1, chunk_bytes=CHUNK, slots=SLOTS, **described(*ranks))
+        self.placement = placement_of(self.manifest)
+        (self.lane,) = self.placement.guard_lanes
+        self.pid = pid
+        self.maps_of: dict[int, list[SlotMap]] = {}
+
+    def begin(self) -> ShardedJob:
+        self.decide()
+        for rank in self.home:
+            self.maps_of[rank] = self.maps(rank, self.lease_all(rank))
+        return self
+
+    def lease_all(self, rank: int) -> list[str]:
+        data_bytes = self.placement.rank_placement(rank).data_bytes
+        return self.lease(rank, self.pid, slots=SLOTS, data_bytes=data_bytes, table_bytes=PAGE, chunk_bytes=CHUNK)
+
+    def data(self, rank: int, step: int) -> bytes:
+        return random.Random(f"{rank} {step}").randbytes(self.placement.rank_placement(rank).data_bytes)
+
+    def section(self, rank: int, step: int) -> bytes:
+        begin = self.placement.rank_placement(rank).unreplicated_offset
+        return self.data(rank, step)[begin:]
+
+    def seal(self, step: int) -> None:
+        """Seals a step on all ranks, and reports it."""
+        for rank in self.home:
+            self.write(rank, step)
+        for rank in self.home:
+            self.report(rank, {step: SEALED})
+
+    def write(self, rank: int, step: int) -> SlotMap:
+        slot, data = self.maps_of[rank][step % SLOTS], self.data(rank, step)
+        slot.begin(self.version(step), b"l" * 16, b"", len(data))
+        slot.put_capsule(capsule_format.encode({"compared": {}}))
+        slot.data[: len(data)] = np.frombuffer(data, np.uint8)
+        slot.landed()
+        slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+        return slot
+
+    def exchange(self, node: int = 0) -> pb.ExchangeStatus:
+        return self.daemons[node].status(self.name).exchange
+
+    def await_protected(self, step: int, nodes: Sequence[int] = ()) -> None:
+        for node in nodes or range(len(self.daemons)):
+            until(lambda node=node: self.exchange(node).protected == step, what=f"protected({step}) on node {node}")
+
+    def parity_headers(self, node: int) -> list[pb.SlotHeader]:
+        reply = self.daemons[node].call("Inventory", pb.InventoryRequest(job=self.name))
+        return [slot for slot in reply.slots if slot.parity]
+
+    def parity(self, node: int, step: int) -> bytes:
+        """Reads the sealed parity of a step on a node, as a recovery does."""
+        (header,) = [
+            each for each in self.parity_headers(node)
+            if each.state == SlotState.SEALED and each.version.step == step and each.layout == self.lane.digest
+        ]  # fmt: skip
+        (descriptor,) = self.descriptors(node, [header.slot])
+        nbytes = os.fstat(descriptor).st_size
+        os.close(descriptor)
+        data = nbytes - (self.lane.parity_bytes + PAGE - 1) // PAGE * PAGE
+        request = pb.ReadRequest(
+            job=self.name,
+            slot=header.slot,
+            version=header.version,
+            offset=data,
+            size=self.lane.parity_bytes,
+            checked=True,
+        )
+        from reft.wire import rpc
+        from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+
+        with rpc.channel(self.daemons[node].address) as channel:
+            return b"".join(chunk.data for chunk in pb_grpc.DaemonStub(channel).Read(request, timeout=20))
+
+    def check_parity(self, step: int, nodes: Sequence[int] = ()) -> None:
+        sections = [self.section(rank, step) for rank in self.lane.members]
+        for node in nodes or range(len(self.daemons)):
+            holder = self.lane.members.index(node)
+            assert self.parity(node, step) == expected_parity(sections, holder, self.lane.piece_bytes)
+
+
+@pytest.fixture
+def three(start, trainer) -> ShardedJob:
+    daemons = [start("--listen", "127.0.0.1:0") for _ in range(3)]
+    return ShardedJob(daemons, SIZES, trainer.pid).begin()
+
+
+def movers(daemon: DaemonProcess) -> list[psutil.Process]:
+    children = psutil.Process(daemon.process.pid).children()
+    return [child for child in children if "reft_daemon.mover" in child.cmdline()]
+
+
+def test_each_whole_step_becomes_protected_by_parity_as_drawn(three):
+    for step in (1, 2, 3):
+        three.seal(step)
+        three.await_protected(step)
+        three.check_parity(step)
+    status = three.exchange()
+    assert status.turn == -1 and not status.lanes
+    held = {header.slot for header in three.parity_headers(1)}
+    assert held == {"parity-1.slot-0", "parity-1.slot-1"}
+
+
+def test_parity_is_no_slot_of_a_trainer(three):
+    three.seal(1)
+    three.await_protected(1)
+    reply = three.report(0, {1: SEALED})
+    assert not reply.slots_missing
+    assert three.daemons[0].status("job").ranks[0].slots == SLOTS
+    assert three.lease_all(0) == [f"rank-0.slot-{i}" for i in range(SLOTS)]
