@@ -247,7 +247,7 @@ class TurnService:
                 except MoverGone as error:
                     if attempt == ATTEMPTS:
                         raise
-                    log.warning("job=%s lane=%d is begun anew: %s", job.id, local.number, error)
+                    log.warning("job=%s lane=%d is begun anew: %s", job.id, local.number, error.message)
             raise AssertionError("not reached")
         except (ReftError, OSError) as error:
             words = error.message if isinstance(error, ReftError) else str(error)

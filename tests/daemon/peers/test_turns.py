@@ -2,125 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
 import signal
-from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
-from reft.core.commit.round import StepAnswer
-from reft.core.commit.slots import SlotState
-from reft.core.layout.layout import Leaf
-from reft.wire import capsule_format, messages
-from reft.wire.manifest import placement_of
-from reft.wire.slot_format import PAGE, SlotMap, chunk_digest
+from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import Code, Job, refused, tcp_call
-from tests.support.manifests import described
-from tests.support.parity import expected_parity
-
-CHUNK = 64 << 10
-SHARED = 3 * CHUNK + 100
-SLOTS = 4
-SEALED = StepAnswer.SEALED
-SIZES = (9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK)
-
-
-def leaf(name: str, nbytes: int) -> Leaf:
-    return Leaf(name, "uint8", (nbytes,), (1,), nbytes, False, (nbytes,), (0,))
-
-
-class ShardedJob(Job):
-    """A job whose ranks, one on each node, have one replicated leaf and one of their own."""
-
-    def __init__(self, daemons: Sequence[DaemonProcess], sizes: Sequence[int], pid: int) -> None:
-        ranks = [[leaf("shared", SHARED), leaf(f"own{rank}", size)] for rank, size in enumerate(sizes)]
-        nodes = [(daemon, [rank]) for rank, daemon in enumerate(daemons)]
-        super().__init__(nodes, protect="auto", tolerate=-1, chunk_bytes=CHUNK, slots=SLOTS, **described(*ranks))
-        self.placement = placement_of(self.manifest)
-        (self.lane,) = self.placement.guard_lanes
-        self.pid = pid
-        self.maps_of: dict[int, list[SlotMap]] = {}
-
-    def begin(self) -> ShardedJob:
-        self.decide()
-        for rank in self.home:
-            self.maps_of[rank] = self.maps(rank, self.lease_all(rank))
-        return self
-
-    def lease_all(self, rank: int) -> list[str]:
-        data_bytes = self.placement.rank_placement(rank).data_bytes
-        return self.lease(rank, self.pid, slots=SLOTS, data_bytes=data_bytes, table_bytes=PAGE, chunk_bytes=CHUNK)
-
-    def data(self, rank: int, step: int) -> bytes:
-        return random.Random(f"{rank} {step}").randbytes(self.placement.rank_placement(rank).data_bytes)
-
-    def section(self, rank: int, step: int) -> bytes:
-        begin = self.placement.rank_placement(rank).unreplicated_offset
-        return self.data(rank, step)[begin:]
-
-    def seal(self, step: int) -> None:
-        """Seals a step on all ranks, and reports it."""
-        for rank in self.home:
-            self.write(rank, step)
-        for rank in self.home:
-            self.report(rank, {step: SEALED})
-
-    def write(self, rank: int, step: int) -> SlotMap:
-        slot, data = self.maps_of[rank][step % SLOTS], self.data(rank, step)
-        slot.begin(self.version(step), b"l" * 16, b"", len(data))
-        slot.put_capsule(capsule_format.encode({"compared": {}}))
-        slot.data[: len(data)] = np.frombuffer(data, np.uint8)
-        slot.landed()
-        slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
-        return slot
-
-    def exchange(self, node: int = 0) -> pb.ExchangeStatus:
-        return self.daemons[node].status(self.name).exchange
-
-    def await_protected(self, step: int, nodes: Sequence[int] = ()) -> None:
-        for node in nodes or range(len(self.daemons)):
-            until(lambda node=node: self.exchange(node).protected == step, what=f"protected({step}) on node {node}")
-
-    def parity_headers(self, node: int) -> list[pb.SlotHeader]:
-        reply = self.daemons[node].call("Inventory", pb.InventoryRequest(job=self.name))
-        return [slot for slot in reply.slots if slot.parity]
-
-    def parity(self, node: int, step: int) -> bytes:
-        """Reads the sealed parity of a step on a node, as a recovery does."""
-        (header,) = [
-            each for each in self.parity_headers(node)
-            if each.state == SlotState.SEALED and each.version.step == step and each.layout == self.lane.digest
-        ]  # fmt: skip
-        (descriptor,) = self.descriptors(node, [header.slot])
-        nbytes = os.fstat(descriptor).st_size
-        os.close(descriptor)
-        data = nbytes - (self.lane.parity_bytes + PAGE - 1) // PAGE * PAGE
-        request = pb.ReadRequest(
-            job=self.name,
-            slot=header.slot,
-            version=header.version,
-            offset=data,
-            size=self.lane.parity_bytes,
-            checked=True,
-        )
-        from reft.wire import rpc
-        from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-
-        with rpc.channel(self.daemons[node].address) as channel:
-            return b"".join(chunk.data for chunk in pb_grpc.DaemonStub(channel).Read(request, timeout=20))
-
-    def check_parity(self, step: int, nodes: Sequence[int] = ()) -> None:
-        sections = [self.section(rank, step) for rank in self.lane.members]
-        for node in nodes or range(len(self.daemons)):
-            holder = self.lane.members.index(node)
-            assert self.parity(node, step) == expected_parity(sections, holder, self.lane.piece_bytes)
+from tests.support.exchange import SEALED, SIZES, SLOTS, ShardedJob
+from tests.support.jobs import Code, Trainer, epoch_of, refused, tcp_call
 
 
 @pytest.fixture
@@ -152,3 +44,148 @@ def test_parity_is_no_slot_of_a_trainer(three):
     assert not reply.slots_missing
     assert three.daemons[0].status("job").ranks[0].slots == SLOTS
     assert three.lease_all(0) == [f"rank-0.slot-{i}" for i in range(SLOTS)]
+
+
+def test_a_damaged_source_is_named_and_nothing_wrong_is_sealed(three):
+    three.seal(1)
+    three.await_protected(1)
+    slots = [three.write(rank, 2) for rank in three.home]
+    section = three.placement.rank_placement(1).unreplicated_offset
+    slots[1].data[section] ^= 1
+    for rank in three.home:
+        three.report(rank, {2: SEALED})
+    until(
+        lambda: "rank 1 on node n1 has bytes that changed in memory" in log_of(three, 2), what="the damage in the log"
+    )
+    until(lambda: three.exchange().turn == -1, what="the end of the turn")
+    assert three.exchange().protected == 1
+    sealed = [header.version.step for node in range(3) for header in three.parity_headers(node) if header.state == 3]
+    assert set(sealed) <= {1, 2} and sealed.count(1) == 3, "the protected parity stays"
+    assert 2 not in [each.version.step for each in three.parity_headers(2) if each.state == 3]
+    three.seal(3)
+    three.await_protected(3)
+    three.check_parity(3)
+
+
+def log_of(job: ShardedJob, node: int) -> str:
+    return job.daemons[node].log.read_text()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_killed_mover_costs_no_turn(three, node):
+    three.seal(1)
+    three.await_protected(1)
+    for step in (2, 3):
+        (mover,) = movers(three.daemons[node])
+        for rank in three.home:
+            three.write(rank, step)
+        mover.kill()
+        for rank in three.home:
+            three.report(rank, {step: SEALED})
+        three.await_protected(step)
+        three.check_parity(step)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_restarted_daemon_takes_its_parity_over(three, node):
+    three.seal(1)
+    three.await_protected(1)
+    before = three.parity(node, 1)
+    three.daemons[node].kill()
+    three.daemons[node].start()
+    three.await_protected(1, [node])
+    assert three.parity(node, 1) == before
+    three.seal(2)
+    three.await_protected(2)
+    three.check_parity(2)
+
+
+def test_lost_parity_is_reported_and_made_again(three):
+    three.seal(1)
+    three.await_protected(1)
+    daemon = three.daemons[2]
+    daemon.kill()
+    for path in (daemon.folder / "job").glob("parity-*"):
+        path.unlink()
+    daemon.start()
+    until(lambda: three.exchange().protected == -1, what="the end of the protection")
+    three.seal(2)
+    three.await_protected(2)
+    three.check_parity(2)
+
+
+def test_a_stopped_daemon_delays_its_turn_and_no_step(three):
+    three.seal(1)
+    three.await_protected(1)
+    for rank in three.home:
+        three.write(rank, 2)
+    three.report(2, {2: SEALED})
+    three.daemons[2].kill(signal.SIGSTOP)
+    for rank in (0, 1):
+        three.report(rank, {2: SEALED})
+    assert three.exchange().protected == 1
+    three.daemons[2].kill(signal.SIGCONT)
+    three.await_protected(2)
+    three.check_parity(2)
+
+
+def test_parity_that_does_not_fit_is_refused_before_a_page_is_touched(start, trainer):
+    daemons = [start("--listen", "127.0.0.1:0", *(["--memory", "7MiB"] if rank == 1 else [])) for rank in range(3)]
+    job = ShardedJob(daemons, SIZES, trainer.pid)
+    job.decide()
+    with refused(Code.RESOURCE_EXHAUSTED, "the slots and the exchange's parity slots need"):
+        job.lease_all(1)
+    assert daemons[1].status("job").held_bytes == 0
+
+
+def test_tickets_are_for_this_job_and_epoch(three):
+    address = three.manifest.nodes[1].addresses[0]
+
+    def ask(token: bytes, counter: int = 1) -> object:
+        request = pb.OpenBulkRequest(job="job", epoch=messages.epoch_to(epoch_of(counter)))
+        return tcp_call(address, "OpenBulk", request, token, pb_grpc.PeerStub)
+
+    reply = ask(three.manifest.token)
+    assert len(reply.ticket) == 32 and reply.port and not reply.address
+    assert ask(three.manifest.token).ticket != reply.ticket
+    with refused(Code.UNAUTHENTICATED):
+        ask(b"x" * 32)
+    with refused(Code.ABORTED):
+        ask(three.manifest.token, counter=2)
+
+
+def test_no_turn_begins_between_an_attach_and_its_decision(three):
+    three.seal(1)
+    three.await_protected(1)
+    address, request = three.manifest.nodes[1].addresses[0], pb.OpenBulkRequest(job="job", epoch=three.epoch)
+    three.daemons[1].call("Inventory", pb.InventoryRequest(job="job", launch="launch"))
+    tcp_call(address, "OpenBulk", request, three.manifest.token, pb_grpc.PeerStub)
+    three.daemons[1].call("Inventory", pb.InventoryRequest(job="job", end_orphans=True, launch="launch"))
+    with refused(Code.FAILED_PRECONDITION, "is being attached"):
+        tcp_call(address, "OpenBulk", request, three.manifest.token, pb_grpc.PeerStub)
+    for node in (0, 2):
+        three.daemons[node].call("Inventory", pb.InventoryRequest(job="job", end_orphans=True, launch="launch"))
+    again = Trainer()
+    try:
+        three.pid = again.pid
+        three.decide(base=three.version(1))
+        for rank in three.home:
+            three.maps_of[rank] = three.maps(rank, three.lease_all(rank))
+        assert {header.version.step for node in range(3) for header in three.parity_headers(node)} == {0, 1}
+        three.seal(2)
+        three.await_protected(2)
+        three.check_parity(2)
+    finally:
+        again.kill()
+
+
+def test_a_purge_frees_parity(three, trainer):
+    three.seal(1)
+    three.await_protected(1)
+    trainer.kill()
+    daemon = three.daemons[1]
+    until(lambda: not daemon.status("job").ranks[0].alive, what="the news")
+    freed = daemon.call("Purge", pb.PurgeRequest(job="job")).freed_bytes
+    slot_bytes = sum(1 for _ in three.maps_of[1]) * three.maps_of[1][0].header.geometry.file_bytes
+    assert freed >= slot_bytes + three.lane.buffers_bytes
+    assert not (daemon.folder / "job").exists()

@@ -1,0 +1,291 @@
+"""Tests turns with real movers and nodes in one process: movers killed at each range, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.core.commit.pins import UnguardedLane
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
+from reft.errors import NoRoom
+from reft.wire import messages
+from reft.wire.manifest import placement_of
+from reft.wire.process import stat_of
+from reft.wire.slot_format import PAGE
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import Arena
+from reft_daemon.jobs import epochs, leasing, parity, rounds
+from reft_daemon.jobs.capsule_replication import node_placement
+from reft_daemon.jobs.changes import ChangeQueue
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.mover.mover import Mover, MoverSettings
+from reft_daemon.peers import turns
+from reft_daemon.peers.turns import TurnService, mover_address
+from tests.support.exchange import CHUNK, SIZES, SLOTS, exchange_fields, rank_data, write_step
+from tests.support.jobs import epoch_of
+from tests.support.parity import expected_parity
+
+
+class Nodes:
+    """Three nodes of one job in this process; movers are processes.
+
+    Attributes:
+        guarded: (node, step), as noted in the round.
+        unguarded: (node, lane), likewise.
+        asked: called before each OpenBulk, with the node that is asked.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.manifest = pb.Manifest(
+            job="job", named=True, token=bytes(32), world=3, every=1,
+            nodes=[pb.Node(name=f"n{i}", id=f"id{i}", ranks=[i], addresses=[f"unix:/{i}"]) for i in range(3)],
+            **exchange_fields(SIZES),
+        )  # fmt: skip
+        self.placement = placement_of(self.manifest)
+        (self.lane,) = self.placement.guard_lanes
+        self.arenas = [Arena(folder / str(i), 0) for i in range(3)]
+        self.jobs = [JobRecord(arena, pb.JobRecord(manifest=self.manifest), ChangeQueue()) for arena in self.arenas]
+        self.movers = [Mover(MoverSettings()) for _ in range(3)]
+        self.services = [TurnService(self, mover) for mover in self.movers]  # type: ignore[arg-type]
+        self.guarded: list[tuple[int, int]] = []
+        self.unguarded: list[tuple[int, UnguardedLane]] = []
+        self.asked: Callable[[int], Awaitable[None]] | None = None
+
+    async def call(self, node: pb.Node, *_: object) -> pb.OpenBulkReply:
+        """Stands for `PeerChannels.call` of OpenBulk."""
+        index = int(node.name[1:])
+        if self.asked is not None:
+            await self.asked(index)
+        return await self.services[index].open_bulk(self.jobs[index])
+
+    async def attach(self, counter: int = 1, base: Version | None = None) -> None:
+        decision = pb.Decision(epoch=messages.epoch_to(epoch_of(counter)))
+        if base is not None:
+            decision.base.CopyFrom(messages.version_to(base))
+        for index, job in enumerate(self.jobs):
+            request = pb.DecideRequest(manifest=self.manifest, decision=decision, node_index=index)
+            epochs.decide(job, request, [], node_placement(self.manifest, index))
+            await leasing.slots_for(job, self.lease_request(index))
+
+    def lease_request(self, rank: int) -> pb.LeaseRequest:
+        data_bytes = self.placement.rank_placement(rank).data_bytes
+        return pb.LeaseRequest(
+            job="job", rank=rank, pid=os.getpid(), pid_start=stat_of(os.getpid()).start, slots=SLOTS,
+            data_bytes=data_bytes, table_bytes=PAGE, chunk_bytes=CHUNK,
+        )  # fmt: skip
+
+    def write(self, step: int) -> None:
+        for rank, job in enumerate(self.jobs):
+            slot = job.slots.current[f"rank-{rank}.slot-{step % SLOTS}"]
+            write_step(slot.map, Version(job.epoch, step), rank_data(self.placement, rank, step))
+
+    def pins(self, **steps: int) -> None:
+        """Announces pins to all nodes."""
+        for job, service in zip(self.jobs, self.services, strict=True):
+            pins = replace(job.round.outcome.pins, seq=job.round.outcome.pins.seq + 1, **steps)
+            job.round.outcome = replace(job.round.outcome, pins=pins)
+            service.wake(job)
+
+    async def settled(self) -> None:
+        """Returns once no node has a turn or other work under way."""
+        while tasks := set().union(*(service._tasks for service in self.services)):
+            await asyncio.wait(tasks)
+
+    def parity(self, node: int, step: int) -> bytes:
+        job = self.jobs[node]
+        slot = parity.sealed_parity(job, parity.local_lanes(job)[0], Version(job.epoch, step))
+        assert slot is not None and slot.map.bad_chunks() == []
+        return slot.map.data[: self.lane.parity_bytes].tobytes()
+
+    def check_parity(self, step: int) -> None:
+        sections = [
+            rank_data(self.placement, rank, step)[self.placement.rank_placement(rank).unreplicated_offset :]
+            for rank in range(3)
+        ]
+        for node in range(3):
+            assert self.parity(node, step) == expected_parity(sections, node, self.lane.piece_bytes)
+
+
+@pytest.fixture
+def play(monkeypatch) -> Callable[[Callable[[Nodes], Awaitable[None]]], None]:
+    """Runs a test with nodes."""
+
+    def run(act: Callable[[Nodes], Awaitable[None]]) -> None:
+        async def with_nodes(folder: Path) -> None:
+            nodes = Nodes(folder)
+            index = {id(job): i for i, job in enumerate(nodes.jobs)}
+
+            def note_unguarded(job: JobRecord, lanes: Any) -> None:
+                nodes.unguarded += [(index[id(job)], lane) for lane in lanes]
+
+            monkeypatch.setattr(rounds, "note_guarded", lambda job, step: nodes.guarded.append((index[id(job)], step)))
+            monkeypatch.setattr(rounds, "note_unguarded", note_unguarded)
+            try:
+                await asyncio.wait_for(act(nodes), 100)
+            finally:
+                for service in nodes.services:
+                    await service.close()
+
+        with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as folder:
+            asyncio.run(with_nodes(Path(folder)))
+
+    return run
+
+
+def test_a_mover_killed_at_each_range_begins_the_parity_anew(play, monkeypatch):
+    """With one range a ticket, the n-th ticket is asked for when n - 1 ranges are folded."""
+    monkeypatch.setattr(turns, "RANGES_MAX", 1)
+    monkeypatch.setattr("reft_daemon.mover.mover.PAUSE_S", 0.0)
+    monkeypatch.setattr("reft_daemon.mover.mover.EARLY_S", 0.0)
+    monkeypatch.setattr("reft.core.coding.exchange.RANGE_MAX", CHUNK)
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        tickets, kill_at, killed = 0, 0, []
+
+        async def asked(node: int) -> None:
+            nonlocal tickets
+            tickets += 1
+            if tickets == kill_at:
+                killed.append(nodes.movers[0]._running.process.pid)
+                os.kill(killed[-1], signal.SIGKILL)
+
+        nodes.asked = asked
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        whole_turn = tickets
+        assert whole_turn > 12
+        assert sorted(nodes.guarded) == [(0, 1), (1, 1), (2, 1)]
+        for step in range(2, whole_turn // 2):
+            nodes.pins(turn=-1, protected=step - 1)
+            nodes.write(step)
+            tickets, kill_at = 0, 2 * step - 3
+            nodes.pins(whole=step, turn=step)
+            await nodes.settled()
+            assert len(set(killed)) == step - 1, "each turn lost a mover"
+            nodes.check_parity(step)
+            nodes.check_parity(step - 1)
+        assert not nodes.unguarded
+
+    play(act)
+
+
+def test_a_turn_that_ends_early_leaves_its_slot_for_the_next_one(play, monkeypatch):
+    monkeypatch.setattr(turns, "RANGES_MAX", 1)
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        nodes.pins(turn=-1, protected=1)
+        reached = asyncio.Event()
+
+        async def never(node: int) -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        nodes.asked = never
+        nodes.write(2)
+        nodes.pins(whole=2, turn=2)
+        await reached.wait()
+        nodes.asked = None
+        nodes.write(3)
+        nodes.pins(whole=3, turn=3)
+        await nodes.settled()
+        assert (0, 2) not in nodes.guarded and {(node, 3) for node in range(3)} <= set(nodes.guarded)
+        nodes.check_parity(1)
+        nodes.check_parity(3)
+
+    play(act)
+
+
+def test_what_is_lost_of_the_protected_step_is_noted_once(play):
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        nodes.pins(turn=-1, protected=1)
+        await asyncio.sleep(0)
+        assert not nodes.unguarded
+        local = parity.local_lanes(nodes.jobs[0])[0]
+        slot = parity.sealed_parity(nodes.jobs[0], local, Version(nodes.jobs[0].epoch, 1))
+        slot.damaged = Version(nodes.jobs[0].epoch, 1)  # as the scrub sets it
+        own = nodes.jobs[1].slots.current["rank-1.slot-1"]
+        own.damaged = Version(nodes.jobs[1].epoch, 1)
+        for _ in range(3):
+            for job, service in zip(nodes.jobs, nodes.services, strict=True):
+                service.wake(job)
+            await asyncio.sleep(0)
+        assert [(node, lane.step, lane.lane) for node, lane in nodes.unguarded] == [(0, 1, 0), (1, 1, 0)]
+        assert "parity" in nodes.unguarded[0][1].words and "slot of rank 1" in nodes.unguarded[1][1].words
+
+    play(act)
+
+
+def test_no_room_and_silence_are_told_by_name(play, monkeypatch):
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(turns, "RETRY_S", 0.0)
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        job = nodes.jobs[0]
+        for name in list(job.slots.parity):
+            job.arena.free(job.slots.parity.pop(name))  # memfds that died with an earlier daemon
+
+        def full(*_: object) -> None:
+            raise NoRoom("the slots need 1 TiB, but --memory leaves 0 B.")
+
+        monkeypatch.setattr(job.arena, "create", full)
+
+        async def asked(node: int) -> None:
+            if node == 2:
+                raise ConnectionError("node n2 has no address")
+
+        nodes.asked = asked
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        words = {node: lane.words for node, lane in nodes.unguarded}
+        assert "--memory leaves" in words[0] and "node n2 gives nothing of rank 2" in words[1] and 2 not in words
+        assert {(node, 1) for node in range(3)} == set(nodes.guarded), "the other lanes of a node are guarded"
+        states = [slot.map.reread().state for slot in nodes.jobs[1].slots.parity.values()]
+        assert SlotState.SEALED not in states
+
+    play(act)
+
+
+def test_parity_that_the_decision_drops_is_emptied_at_the_lease(play):
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        for step in (1, 2):
+            nodes.write(step)
+            nodes.pins(whole=step, turn=step)
+            await nodes.settled()
+            nodes.pins(turn=-1, protected=step)
+        for job, service in zip(nodes.jobs, nodes.services, strict=True):
+            await service.hold(job)
+        await nodes.attach(2, base=Version(epoch_of(1), 1))
+        for job in nodes.jobs:
+            versions = {slot.map.reread().version for slot in job.slots.parity.values()}
+            assert versions == {None, Version(epoch_of(1), 1)}
+
+    play(act)
+
+
+def test_the_address_of_a_mover():
+    far, near = pb.Node(addresses=["[fd00::7]:29700"]), pb.Node(addresses=["unix:/x"])
+    assert mover_address(far, pb.OpenBulkReply(port=5)) == ("fd00::7", 5, "fd00::7")
+    assert mover_address(far, pb.OpenBulkReply(port=5, address="10.0.0.1")) == ("10.0.0.1", 5, "fd00::7")
+    assert mover_address(near, pb.OpenBulkReply(port=5)) == ("127.0.0.1", 5, "127.0.0.1")
