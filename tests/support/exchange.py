@@ -37,8 +37,12 @@ def leaf(name: str, nbytes: int) -> Leaf:
 
 def exchange_fields(sizes: Sequence[int]) -> dict[str, Any]:
     """Returns fields of a manifest: each rank has one replicated leaf, and one of its own."""
-    ranks = [[leaf("shared", SHARED), leaf(f"own{rank}", size)] for rank, size in enumerate(sizes)]
-    return {"protect": "auto", "tolerate": -1, "chunk_bytes": CHUNK, "slots": SLOTS, **described(*ranks)}
+    return {"protect": "auto", "tolerate": -1, "chunk_bytes": CHUNK, "slots": SLOTS, **described_of(sizes)}
+
+
+def described_of(sizes: Sequence[int]) -> dict[str, Any]:
+    """Returns the layout fields of such a manifest."""
+    return described(*([leaf("shared", SHARED), leaf(f"own{rank}", size)] for rank, size in enumerate(sizes)))
 
 
 def rank_data(placement: Placement, rank: int, step: int) -> bytes:

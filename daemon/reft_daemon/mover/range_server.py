@@ -9,6 +9,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ log = logging.getLogger("reft.mover")
 CONNECTIONS_MAX: Final = 64
 FORGET_S: Final = 5.0  # threads of a forgotten job end within this time
 SO_MAX_PACING_RATE: Final = 47  # Python has no name for it
+PACING: Final = struct.Struct("@L")
 LOW_PRIORITY: Final = 0x20  # DSCP CS1: below all other traffic, where the network looks at it
 
 Frame = tuple[RangeStatus, memoryview, int]
@@ -207,9 +209,9 @@ class RangeServer:
             return
         with self._changed:
             for connection in self._connections:
-                share = max(self._bytes_per_s // len(self._connections), 1)
+                share = PACING.pack(max(self._bytes_per_s // len(self._connections), 1))
                 with contextlib.suppress(OSError):  # a connection that has just ended
-                    connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(share, (1 << 32) - 1))
+                    connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, share)
 
 
 def lower_priority(connection: socket.socket) -> None:

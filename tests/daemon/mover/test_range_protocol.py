@@ -18,6 +18,7 @@ from reft_daemon.mover import range_protocol as protocol
 from reft_daemon.mover.range_client import MoverAddress, RangePull, SourceRefused
 from reft_daemon.mover.range_protocol import BrokenConnection, RangeRequest, RangeStatus
 from reft_daemon.mover.range_server import OfferedSlot, RangeServer, frame_of
+from tests.support.daemons import until
 from tests.support.parity import CHUNK, at, fill, section_source
 
 TICKET = bytes(range(32))
@@ -201,6 +202,28 @@ def test_a_forgotten_job_ends_its_connections_and_tickets(server):
             list(range_client.fold_ranges(connection, pull, np.zeros(CHUNK, np.uint8)))
     with pytest.raises(BrokenConnection, match="ticket"):
         fetched(server, [(0, 0, CHUNK)], ticket=bytes(32))
+
+
+def test_all_connections_share_the_rate(source):
+    server = RangeServer(socket.create_server(("127.0.0.1", 0)), None, bytes_per_s=10 << 30)
+    server.offer("job", [OfferedSlot(3, source.place, source.slot.map._slot)])
+    threading.Thread(target=server.serve, daemon=True).start()
+
+    def rates() -> list[int]:
+        with server._changed:
+            served = list(server._connections)
+        numbers = [each.getsockopt(socket.SOL_SOCKET, range_server.SO_MAX_PACING_RATE, 8) for each in served]
+        return [range_server.PACING.unpack(number)[0] for number in numbers]
+
+    connections = []
+    for count in (1, 2):
+        server.grant("job", TICKET)
+        connections.append(range_client.connect(pull_of(server, []), None))
+        until(lambda count=count: rates() == [(10 << 30) // count] * count, what="the shares")
+    connections.pop().close()
+    until(lambda: rates() == [10 << 30], what="the whole rate")
+    connections.pop().close()
+    server._listener.close()
 
 
 class FalseSource:

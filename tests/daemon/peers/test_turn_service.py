@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from reft.core.commit.decision import Decision
 from reft.core.commit.pins import UnguardedLane
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
@@ -30,7 +31,7 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.mover.mover import Mover, MoverSettings
 from reft_daemon.peers import turns
 from reft_daemon.peers.turns import TurnService, mover_address
-from tests.support.exchange import CHUNK, SIZES, SLOTS, exchange_fields, rank_data, write_step
+from tests.support.exchange import CHUNK, SIZES, SLOTS, described_of, exchange_fields, rank_data, write_step
 from tests.support.jobs import epoch_of
 from tests.support.parity import expected_parity
 
@@ -50,8 +51,7 @@ class Nodes:
             nodes=[pb.Node(name=f"n{i}", id=f"id{i}", ranks=[i], addresses=[f"unix:/{i}"]) for i in range(3)],
             **exchange_fields(SIZES),
         )  # fmt: skip
-        self.placement = placement_of(self.manifest)
-        (self.lane,) = self.placement.guard_lanes
+        self.place()
         self.arenas = [Arena(folder / str(i), 0) for i in range(3)]
         self.jobs = [JobRecord(arena, pb.JobRecord(manifest=self.manifest), ChangeQueue()) for arena in self.arenas]
         self.movers = [Mover(MoverSettings()) for _ in range(3)]
@@ -60,6 +60,10 @@ class Nodes:
         self.unguarded: list[tuple[int, UnguardedLane]] = []
         self.asked: Callable[[int], Awaitable[None]] | None = None
 
+    def place(self) -> None:
+        self.placement = placement_of(self.manifest)
+        (self.lane,) = self.placement.guard_lanes
+
     async def call(self, node: pb.Node, *_: object) -> pb.OpenBulkReply:
         """Stands for `PeerChannels.call` of OpenBulk."""
         index = int(node.name[1:])
@@ -67,14 +71,13 @@ class Nodes:
             await self.asked(index)
         return await self.services[index].open_bulk(self.jobs[index])
 
-    async def attach(self, counter: int = 1, base: Version | None = None) -> None:
-        decision = pb.Decision(epoch=messages.epoch_to(epoch_of(counter)))
-        if base is not None:
-            decision.base.CopyFrom(messages.version_to(base))
+    async def attach(self, counter: int = 1, base: Version | None = None, guard: Version | None = None) -> None:
+        decision = messages.decision_to(Decision(epoch_of(counter), base, (), guard))
         for index, job in enumerate(self.jobs):
             request = pb.DecideRequest(manifest=self.manifest, decision=decision, node_index=index)
             epochs.decide(job, request, [], node_placement(self.manifest, index))
             await leasing.slots_for(job, self.lease_request(index))
+            self.services[index].release(job.id)  # as the registry does
 
     def lease_request(self, rank: int) -> pb.LeaseRequest:
         data_bytes = self.placement.rank_placement(rank).data_bytes
@@ -280,6 +283,40 @@ def test_parity_that_the_decision_drops_is_emptied_at_the_lease(play):
         for job in nodes.jobs:
             versions = {slot.map.reread().version for slot in job.slots.parity.values()}
             assert versions == {None, Version(epoch_of(1), 1)}
+
+    play(act)
+
+
+def test_the_guards_parity_of_other_lanes_stays_until_a_newer_step_is_protected(play):
+    """Both placements' parity counts as held meanwhile."""
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        nodes.pins(turn=-1, protected=1)
+        guard, old_lane = Version(epoch_of(1), 1), nodes.lane
+        for job, service in zip(nodes.jobs, nodes.services, strict=True):
+            await service.hold(job)
+        for field in ("packed_tables", "layouts", "layout_of"):
+            nodes.manifest.ClearField(field)
+        nodes.manifest.MergeFrom(pb.Manifest(**described_of([size + 20 * CHUNK for size in SIZES])))
+        nodes.place()
+        await nodes.attach(2, base=guard, guard=guard)
+        for job in nodes.jobs:
+            headers = {slot.name: slot.map.reread() for slot in job.slots.parity.values()}
+            assert [header.version for header in headers.values()].count(guard) == 1 and len(headers) == 3
+            old, new = (lane.parity_bytes for lane in (old_lane, nodes.lane))
+            assert job.peak_bytes >= job.held_bytes >= old + 2 * new + SLOTS * nodes.lane.sizes[0]
+        nodes.write(2)
+        nodes.pins(whole=2, turn=2)
+        await nodes.settled()
+        assert all(len(job.slots.parity) == 3 for job in nodes.jobs)
+        nodes.check_parity(2)
+        nodes.pins(turn=-1, protected=2)
+        assert all(len(job.slots.parity) == 2 for job in nodes.jobs)
+        nodes.check_parity(2)
 
     play(act)
 
