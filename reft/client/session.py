@@ -136,7 +136,7 @@ class Session:
 
         Takes the snapshot first if that step was not due. Call `seal` on all ranks, between a mark
         and the next optimizer step: the optimizer overwrites the marked state, and then a snapshot
-        of that step is no longer possible.
+        of that step is no longer possible. While a new layout is being made, no step becomes whole.
 
         Args:
             timeout: seconds; None means REFT_SEAL_DEADLINE_S.
