@@ -20,7 +20,6 @@ from reft.client.state import serialization, structure
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.errors import FormatError
-from reft.wire import rpc
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import layouts_of
 
@@ -93,13 +92,10 @@ def held_capsule(
     Damage is found again when all slots are opened, and dealt with there.
     """
     old = old_rank(survey, recovery, rank)
-    remote = remote_slots(context, introduction, survey)
+    held = recovery.sources.get(old) or recovery.capsules[old]
+    assert held.version is not None, "a source has a version"
     try:
-        if source := recovery.sources.get(old):
-            with rpc.channel(remote.address) as channel:
-                return remote.slot(source, channel).capsule()
-        held = recovery.capsules[old]
-        return remote.capsule(held.node, old, held.version).capsule
+        return remote_slots(context, introduction, survey).capsule(held.node, old, held.version).capsule
     except FormatError:
         return b""
 
