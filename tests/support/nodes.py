@@ -387,6 +387,11 @@ class Nodes:
         """
         return max(((s.epoch.counter, s.whole) for s in self.statuses(job) if s.whole >= 0), default=(0, -1))
 
+    def protected(self, job: str) -> int:
+        """Returns the newest step that a living daemon announces as protected; -1 if there is none."""
+        statuses = [status for status in self.statuses(job) if status.HasField("exchange")]
+        return max((status.exchange.protected for status in statuses), default=-1)
+
     def stopped(self) -> Machine | None:
         """Returns the node of a trainer that has stopped at a failpoint.
 
