@@ -134,7 +134,7 @@ class Run:
     def lose(self, moment: Moment, seal_at: int, site: Site) -> int:
         """Starts the job and causes the loss of `moment`.
 
-        It returns the step that the job must go on from, or a newer one: the newest whole step; after
+        It returns the oldest step that the job may go on from: the newest whole step; after
         a lost node, where state has one holder, the newest protected one.
         """
         point = f"snapshot.chunk:stop:rank={moment.rank}:from={moment.step}:after={moment.after}"

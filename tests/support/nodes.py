@@ -237,6 +237,10 @@ class Nodes:
         """Starts or restarts a node's daemon; does not wait for it."""
         return self._spawn(machine, machine.command, machine.log, {})
 
+    def mark(self, machine: Machine) -> str:
+        """Returns the mark of a node's processes."""
+        return self._mark(machine.name)
+
     def _mark(self, name: str) -> str:
         return str(self.folder / name)
 
@@ -388,7 +392,7 @@ class Nodes:
         return max(((s.epoch.counter, s.whole) for s in self.statuses(job) if s.whole >= 0), default=(0, -1))
 
     def protected(self, job: str) -> int:
-        """Returns the newest step that a living daemon announces as protected; -1 if there is none."""
+        """Returns the newest step that a daemon announces as protected; -1 if there is none."""
         statuses = [status for status in self.statuses(job) if status.HasField("exchange")]
         return max((status.exchange.protected for status in statuses), default=-1)
 

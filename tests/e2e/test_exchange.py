@@ -1,0 +1,148 @@
+"""State with one holder survives a lost node: the job goes back to the newest protected step.
+
+Four nodes with networks of their own, one rank each, train FSDP2 and torch's ZeRO-1. One node dies:
+
+turn       while a node's mover stands still, so in the middle of a turn
+snapshot   while its rank stands in the middle of a copy
+between    while no turn is under way, as far as the daemons say
+restore    while its rank stands in a restore, after another rank was killed
+
+make test    two moments of each example
+make chaos   eight more
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from reft.cli.demo.clean_up import marked
+from reft.cli.demo.records import TrainingResult, compare, read_result
+from tests.e2e.test_example_losses import Example, Run
+from tests.support.nodes import Machine, Nodes, stop_at
+
+STEPS = 60
+KINDS = ["turn", "snapshot", "between", "restore"]
+FSDP2, ZERO1 = Example("fsdp2", 4, 1, True, steps=STEPS), Example("zero1", 4, 1, True, steps=STEPS)
+each_example = pytest.mark.parametrize("example", [FSDP2, ZERO1], ids=["fsdp2", "zero1"])
+pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The moment of a node's loss: its rank stands still at a failpoint, or has passed a step."""
+
+    kind: str
+    rank: int
+    step: int
+    after: int
+    silently: bool
+
+    @classmethod
+    def drawn(cls, example: Example, seed: int) -> Moment:
+        """Returns the moment of a seed: the kinds take turns, the rest is random."""
+        chance = random.Random(f"exchange {example.name} {seed}")
+        kind = KINDS[seed % len(KINDS)]
+        return cls(kind, chance.randrange(4), chance.randrange(8, 16), chance.randrange(3), chance.random() < 0.5)
+
+    @property
+    def failpoint(self) -> str:
+        if self.kind == "restore":
+            return stop_at("restore.chunk", rank=self.rank, epoch=2)
+        point = "snapshot.chunk" if self.kind == "snapshot" else "snapshot.landed"
+        return stop_at(point, rank=self.rank, step=self.step, after=self.after if self.kind == "snapshot" else 0)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Yields a function that returns an example's run without reft."""
+    results: dict[str, TrainingResult] = {}
+
+    def of(example: Example) -> TrainingResult:
+        if example.name not in results:
+            run = Run(example, tmp_path_factory.mktemp("plain") / example.name, [])
+            results[example.name] = run.finish(run.start())
+        return results[example.name]
+
+    return of
+
+
+def movers(mark: str) -> list[psutil.Process]:
+    """Returns the movers among the processes with a mark."""
+    found = []
+    for process in marked(mark):
+        with contextlib.suppress(psutil.Error):
+            if "reft_daemon.mover" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def lose_at(nodes: Nodes, moment: Moment) -> tuple[float, int]:
+    """Waits for the moment and replaces its node.
+
+    Returns the time of the loss, and the newest step that was announced as protected before.
+    """
+    nodes.until(lambda: nodes.protected("job") >= 0, "a protected step")
+    standing: list[psutil.Process] = []
+    if moment.kind == "restore":
+        nodes.await_step(moment.step)
+        nodes.kill_ranks((moment.rank + 1) % nodes.world)
+    if moment.kind == "turn":
+        standing = movers(nodes.mark(nodes.living[(moment.rank + 1) % nodes.world]))
+        assert standing, "a daemon of an exchanging job has a mover"
+        for each in standing:
+            each.suspend()
+        nodes.until(lambda: in_turn(nodes), "a turn that can't end")
+    machine: Machine = nodes.await_stop()
+    if moment.kind == "between":
+        nodes.until(lambda: not in_turn(nodes), "the end of the turn")
+    protected = nodes.protected("job")
+    nodes.note(f"step {protected} is protected, step {nodes.whole('job')[1]} is whole")
+    lost_s = nodes.lose(machine, silently=moment.silently)
+    for each in standing:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGCONT)
+    nodes.replace()
+    nodes.await_recovery(lost_s)
+    return lost_s, protected
+
+
+def in_turn(nodes: Nodes) -> bool:
+    return any(status.exchange.turn >= 0 for status in nodes.statuses("job") if status.HasField("exchange"))
+
+
+def check(example: Example, seed: int, plain: TrainingResult) -> None:
+    """Loses a node at the moment of a seed; the job must end like an undisturbed one."""
+    moment = Moment.drawn(example, seed)
+    with Nodes(example.nodes, example.per_node) as nodes:
+        nodes.note(f"seed {seed}: {moment}")
+        nodes.launch(
+            "job", example.steps, script=["tests.support.recorded"], failpoints=moment.failpoint, fails_later=False,
+            arguments=["--example", example.name, "--seal-at", "3"],
+        )  # fmt: skip
+        lost_s, protected = lose_at(nodes, moment)
+        result = nodes.await_end()
+    bases = {
+        next(each.base for each in attempts if each.started_s > lost_s and each.steps)
+        for attempts in result.attempts.values()
+    }
+    assert len(bases) == 1 and min(bases) >= protected >= 0, (bases, protected)
+    assert compare(result, plain, example.steps).differences == []
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@each_example
+def test_a_lost_node_takes_the_job_back_to_the_protected_step(example, seed, plain):
+    check(example, seed, plain(example))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(2, 10))
+@each_example
+def test_a_lost_node_at_other_moments(example, seed, plain):
+    check(example, seed, plain(example))
