@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/fsdp2.py
 
-reft restores the shards after lost processes. A lost node takes its shards with it, and attach says
-so. To survive a lost node, keep replicas of the shards on other nodes, as examples/hsdp.py does.
+reft restores the shards after lost processes. On several nodes the daemons exchange parity of the
+shards, beside training. So a lost node takes the job back to the newest protected step, a few steps
+before the newest whole one. `reft-cli status` shows both.
 """
 
 import argparse

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from reft.cli.demo.clean_up import marked
-from reft.cli.demo.records import TrainingResult, compare, read_result
+from reft.cli.demo.records import TrainingResult, compare
 from tests.e2e.test_example_losses import Example, Run
 from tests.support.nodes import Machine, Nodes, stop_at
 
