@@ -374,7 +374,8 @@ def lease_alone(introduction: Introduction, plan: AttachPlan, leases: SlotLeases
     A snapshotter without slots leases them when the next snapshot is due.
     """
     try:
-        return leases.lease(plan.placement.rank_placement(introduction.rank).data_bytes, len(introduction.state.table))
+        data_bytes = plan.placement.rank_placement(introduction.rank).unplanned_offset
+        return leases.lease(data_bytes, len(introduction.state.table))
     except ReftError as error:
         log.warning("rank %d gets no slots for the new layout: %s%s", introduction.rank, message(error), remedy(error))
         return []

@@ -187,7 +187,7 @@ def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, 
     Raises:
         NoRoom: the slots don't fit into memory.
     """
-    data_bytes = plan.placement.rank_placement(context.rank).data_bytes
+    data_bytes = plan.placement.rank_placement(context.rank).unplanned_offset
     secure(context, introduction, plan)
     all_bytes = data_bytes * slots_of(context.settings, plan.manifest) * context.rank_group.world
     return together(

@@ -245,7 +245,7 @@ class _Builder:
         ]
         planned = in_cells | set(inline_leaves) | {number for number, _ in unreplicated}
         unplanned = pack(leaf for i, leaf in enumerate(self.leaves) if i not in planned)
-        begin = align(self.own_placement.data_bytes)
+        begin = self.own_placement.unplanned_offset
         # (leaf number, offset in the slot) of the leaves that lie in this rank's slot only
         own = [
             (number, self.own_placement.unreplicated_offset + offset) for number, offset in unreplicated if number >= 0

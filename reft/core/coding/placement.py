@@ -158,6 +158,9 @@ class RankPlacement:
         unreplicated: the unreplicated leaves; their offsets count from `unreplicated_offset`.
         unreplicated_offset: begin of the unreplicated section, a multiple of chunk_bytes.
         data_bytes: size of the slot's data: the end of the unreplicated section.
+        unplanned_offset: begin of leaves that the placement does not foresee. If the unreplicated
+            leaves are exchanged, it is a multiple of chunk_bytes: a decoded chunk is compared with
+            its digest, and unforeseen leaves can't be decoded.
     """
 
     blocks: tuple[ShardBlock, ...]
@@ -166,6 +169,7 @@ class RankPlacement:
     unreplicated: Layout
     unreplicated_offset: int
     data_bytes: int
+    unplanned_offset: int
 
 
 @dataclass(frozen=True)
@@ -262,13 +266,15 @@ class Placement:
         parity_offset = align(data[-1].offset + data[-1].nbytes, chunk_bytes) if data else 0
         end = parity[-1].offset + parity[-1].nbytes if parity else parity_offset
         unreplicated, unreplicated_offset = self.division.unreplicated[digest], align(end, chunk_bytes)
+        data_bytes = unreplicated_offset + unreplicated.data_bytes
         return RankPlacement(
             (*data, *parity),
             len(data),
             parity_offset,
             unreplicated,
             unreplicated_offset,
-            unreplicated_offset + unreplicated.data_bytes,
+            data_bytes,
+            align(data_bytes, chunk_bytes if self.guard_lane_of(rank) else ALIGNMENT),
         )
 
     def lane_offsets(self, rank: int) -> dict[int, tuple[int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from reft.client.snapshot.save_plan import UNIT, ParityTiling, SavePlan, plan_sa
 from reft.client.state.tensors import TensorIndex
 from reft.core.coding.placement import Placement, place
 from reft.core.layout.cells import INLINE_BYTES_MAX, divide
-from reft.core.layout.layout import Leaf, pack
+from reft.core.layout.layout import ALIGNMENT, Leaf, align, pack
 from reft.errors import ConfigError
 from reft.wire.messages import places_from, table_from
 from reft.wire.v1 import daemon_pb2 as pb
@@ -182,3 +184,13 @@ def test_the_same_leaves_in_other_memory_reuse_the_save_plan():
     moved = expected.with_tensors(leaves[::-1], tensors)
     assert moved is not None and moved.columns is expected.columns and moved.tensors is tensors
     assert expected.with_tensors(leaves[:1], tensors) is None
+
+
+@pytest.mark.parametrize("slots", [3, 4])
+def test_an_unplanned_leaf_has_a_chunk_of_its_own_behind_exchanged_leaves(slots):
+    leaves = [*LEAVES, leaf("u", 100_001)]
+    placement = replace(placed(leaves, 3, 1, mismatched=["u"]), slots=slots)
+    plan = save_plan(placement, 1, [*leaves, leaf("new", 9)])
+    (begin,) = (run.at for run in plan.runs if plan.leaves[run.leaf].name == "new")
+    end = placement.rank_placement(1).data_bytes
+    assert begin == align(end, CHUNK if slots == 4 else ALIGNMENT) > end - ALIGNMENT and (cover(plan) == 1).all()

@@ -412,6 +412,8 @@ def test_ranks_with_unreplicated_leaves_are_in_guard_lanes():
     for lane in placement.guard_lanes:
         parts = [placement.rank_placement(rank) for rank in lane.members]
         assert list(lane.sizes) == [part.data_bytes - part.unreplicated_offset for part in parts], "with padding"
+        assert all(0 <= part.unplanned_offset - part.data_bytes < CHUNK for part in parts)
+        assert all(part.unplanned_offset % CHUNK == 0 for part in parts)
     node = {0, 1}
     assert placement.parity_buffers_bytes(node) == sum(lane.buffers_bytes for lane in placement.guard_lanes)
     assert placement.parity_buffers_bytes([4]) == 0
