@@ -59,8 +59,7 @@ def attach(
         every: take a snapshot after every n-th step. None means every step. "auto" measures the
             cost of snapshots and takes them as `Config.overhead_budget` and `Config.mtbf_s` allow;
             all ranks agree on the interval while they train.
-        slots: number of snapshots to hold for each rank; None means 3, or 4 where nodes
-            exchange parity of state that only one rank has.
+        slots: number of snapshots to hold for each rank; None means 3, or 4 with an exchange.
         job: name of the job; None means REFT_JOB, else torchrun's --rdzv-id, else Slurm's job id,
             else a name for this launch alone.
         daemon: address of this node's daemon, unix:PATH or host:port. None means REFT_DAEMON, else

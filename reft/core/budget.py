@@ -8,6 +8,10 @@ A change of shape needs new slots beside the base, which must stay until a newer
 
 Two slots are safe (core/commit/slots.py). More slots only let snapshots overlap. So a rank that
 was to have three slots has, at each moment, at most as many as without the change.
+
+Where state is exchanged (core/coding/exchange.py), a node needs more:
+
+    Σ over its ranks:  slots × slot  +  2 buffers × f / (D - f) × the longest section of the lane
 """
 
 from __future__ import annotations

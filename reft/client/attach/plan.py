@@ -236,7 +236,7 @@ def make_plan(
 
 
 def place(manifest: pb.Manifest, division: Division) -> Placement:
-    """Returns the placement; chooses the manifest's number of slots if no rank asks for a number.
+    """Returns the placement; chooses the number of slots if no rank asks for one.
 
     Args:
         manifest: the manifest of the new epoch.
@@ -255,7 +255,7 @@ def slots_of(settings: Config, manifest: pb.Manifest) -> int:
 
 
 def refuse_few_slots(placement: Placement) -> None:
-    """Raises ConfigError if state must be exchanged, and the slots are too few; on every rank.
+    """Raises ConfigError on every rank if the slots are too few for the exchange.
 
     This is for a fresh start. A job that goes on is not stopped; attach names what is exposed.
     """

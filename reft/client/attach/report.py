@@ -117,7 +117,7 @@ def exchange(placement: Placement, nodes: Sequence[pb.Node]) -> list[str]:
 
 
 def exposure(placement: Placement) -> list[str]:
-    """Returns a line about state that is lost if a node, or more nodes than one, are lost."""
+    """Returns a line about state that lost nodes take away."""
     exposed = sorted(exposures(placement), key=_survives_a_loss)  # the worst first
     if not exposed:
         return []

@@ -97,11 +97,17 @@ class GuardLane:
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
     def piece_of(self, source: int, holder: int) -> int:
-        """Returns the number of the piece of a source that a holder keeps; both index `members`."""
+        """Returns the number of the piece of a source that a holder keeps.
+
+        Source and holder are indices of `members`.
+        """
         return (holder - source - 1) % self.D
 
     def piece_range(self, source: int, piece: int) -> tuple[int, int]:
-        """Returns begin and end of a piece in its source's section, without the zeros behind it."""
+        """Returns begin and end of a piece in its source's section.
+
+        The zeros behind the section are left out.
+        """
         begin, size = piece * self.piece_bytes, self.sizes[source]
         return min(begin, size), min(begin + self.piece_bytes, size)
 

@@ -225,8 +225,9 @@ class Placement:
         return guard_lanes([sizes[digest] for digest in self.division.layout_of], self.domains, self.chunk_bytes)
 
     def guard_lane_of(self, rank: int) -> tuple[int, int] | None:
-        """Returns the guard lane of a rank, and the rank's place in it; None if it has none.
+        """Returns the guard lane of a rank, and the rank's place in this lane.
 
+        None if the rank has no guard lane.
         Both are indices: of `guard_lanes`, and of the lane's `members`.
         """
         return self._guard_lane_of.get(rank)

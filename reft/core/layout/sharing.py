@@ -66,10 +66,10 @@ class OwnLeaves:
         return leaves_of([patterns[i] for family in self.families for i in family.indices], self.layout.cuts)
 
     def unreplicated_bytes(self, inline_bytes_max: int) -> tuple[int, int]:
-        """Returns the bytes of the leaves that are not inline, and the size of their section.
+        """Returns the bytes of the leaves that are not inline, without and with padding.
 
         Small and staged leaves are inline, the smallest first, up to `inline_bytes_max` in total.
-        The section is larger by the padding behind each leaf.
+        The second number is the size of the section that has these leaves.
         """
         axis_sizes = tuple(cut.size for cut in self.layout.cuts)
         return self.sizes.unreplicated_bytes(axis_sizes, self.families, inline_bytes_max)
