@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from reft.client.attach import reattach as module
+from reft.client.attach.api import _with_reviews
 from reft.client.attach.plan import recover
 from reft.client.attach.reattach import (
     NOTHING,
@@ -21,6 +22,7 @@ from reft.client.attach.reattach import (
     given_up,
     hold,
 )
+from reft.client.attach.run import AttachResult
 from reft.client.link.rank_group import RanksMissing
 from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.version import Epoch, Version
@@ -236,3 +238,14 @@ def test_the_reason_names_the_leaves_that_differ_anew():
     assert (
         _reason(["a"], ["a", "e", "d", "c", "b"]) == "ranks differ in b, c, d and 1 more: each rank keeps its own copy."
     )
+
+
+@pytest.mark.parametrize(("requested", "slots"), [(0, 3), (5, 5)])
+def test_a_session_keeps_its_number_of_slots_in_later_layouts(requested, slots):
+    """A new layout may have state to exchange, but no room for a fourth slot was made."""
+    reviews: list[PlacementReviews] = []
+    session = SimpleNamespace(review=reviews.append, step=0)
+    manifest = attaches.begun().manifest
+    assert manifest.slots == 3
+    _with_reviews(attaches.context(slots=requested), AttachResult(session, manifest))
+    assert reviews[0].context.settings.slots == slots
