@@ -346,27 +346,29 @@ def test_capsules_stay_among_the_nodes_that_share_a_lane():
     assert [holders_among(alone, nodes, range(3), node) for node in range(3)] == [()] * 3
 
 
-@given(placements())
+@given(placements(), st.sampled_from([3, 4]))
 @settings(max_examples=60, deadline=None)
-def test_capsules_survive_what_all_lanes_survive(placement):
+def test_capsules_survive_what_all_lanes_survive(placement, slots):
     """After any loss of two or three domains, decodable lanes imply a surviving capsule."""
+    placement = replace(placement, slots=slots)
+    lanes = placement.all_lanes
     domains = sorted(set(placement.domains))[:7]
     nodes = [{rank for rank, each in enumerate(placement.domains) if each == domain} for domain in domains]
     labels = {domain: index for index, domain in enumerate(domains)}
     if len(labels) < len(set(placement.domains)):
         return
-    f = max((lane.code.f for lane in placement.lanes), default=0)
+    f = max((lane.code.f for lane in lanes), default=0)
     holders = [holders_among(placement, nodes, range(len(nodes)), node) for node in range(len(nodes))]
     assert all(
         len(each) == min(f, len(nodes) - 1) and len({i, *each}) == 1 + len(each) for i, each in enumerate(holders)
     )
     for count in (2, 3):
         for lost in map(set, itertools.combinations(range(len(nodes)), count)):
-            gone = [sum(labels[placement.domains[rank]] in lost for rank in lane.members) for lane in placement.lanes]
-            if any(n > lane.code.f for n, lane in zip(gone, placement.lanes, strict=True)):
+            gone = [sum(labels[placement.domains[rank]] in lost for rank in lane.members) for lane in lanes]
+            if any(n > lane.code.f for n, lane in zip(gone, lanes, strict=True)):
                 continue
             for node in lost:
-                shares = any(lane.code.f and not lane.is_without(nodes[node]) for lane in placement.lanes)
+                shares = any(lane.code.f and not lane.is_without(nodes[node]) for lane in lanes)
                 assert not shares or not lost.issuperset(holders[node]), (lost, node, holders)
 
 
