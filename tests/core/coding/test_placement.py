@@ -346,11 +346,22 @@ def test_capsules_stay_among_the_nodes_that_share_a_lane():
     assert [holders_among(alone, nodes, range(3), node) for node in range(3)] == [()] * 3
 
 
-@given(placements(), st.sampled_from([3, 4]))
-@settings(max_examples=60, deadline=None)
-def test_capsules_survive_what_all_lanes_survive(placement, slots):
+@st.composite
+def exchanging(draw) -> Placement:
+    """Returns a job in which some ranks share a leaf, and some have a leaf of their own."""
+    ranks = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.booleans()), min_size=2, max_size=14))
+    layouts = [
+        pack([leaf(f"own{rank}", SMALL_BYTES if has_own else 8), *([leaf(f"kind{kind}", 1 << 20)] if kind else [])])
+        for rank, (_, kind, has_own) in enumerate(ranks)
+    ]
+    division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
+    return place(division, [domain for domain, *_ in ranks], "auto", draw(st.sampled_from([None, 1, 2])), CHUNK, 4)
+
+
+@given(st.one_of(placements(), exchanging()))
+@settings(max_examples=120, deadline=None)
+def test_capsules_survive_what_all_lanes_survive(placement):
     """After any loss of two or three domains, decodable lanes imply a surviving capsule."""
-    placement = replace(placement, slots=slots)
     lanes = placement.all_lanes
     domains = sorted(set(placement.domains))[:7]
     nodes = [{rank for rank, each in enumerate(placement.domains) if each == domain} for domain in domains]
