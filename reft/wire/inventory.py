@@ -19,7 +19,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.recovery import recovery
 from reft.core.recovery.holdings import Holdings, judge_holdings
 from reft.core.recovery.inventory import Inventory, KnownStep, ManifestFacts, ManifestNode, NodeInventory
-from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan
 from reft.core.status.loss_analysis import LossAnalysis
 from reft.core.status.protection import Protection, protection
 from reft.wire import messages
@@ -47,7 +47,7 @@ def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
     return NodeInventory(
         reply.node,
         messages.decision_from(reply.decision) if reply.HasField("decision") else None,
-        tuple(messages.held_slot_from(node, header) for header in reply.slots),
+        tuple(messages.held_slot_from(node, header) for header in reply.slots if not header.parity),
         tuple(messages.held_capsule_from(node, copy) for copy in reply.capsules),
         reply.had_whole,
         reply.trained_s,
@@ -55,7 +55,13 @@ def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
         tuple(KnownStep(each.step, each.source) for each in reply.known),
         messages.restores_from(reply.restores) if reply.HasField("restores") else None,
         reply.reached,
+        tuple(_held_parity_from(node, header) for header in reply.slots if header.parity),
     )
+
+
+def _held_parity_from(node: str, header: pb.SlotHeader) -> HeldParity:
+    slot = messages.held_slot_from(node, header)
+    return HeldParity(slot.node, slot.rank, slot.slot, slot.state, slot.version, slot.layout, slot.data_bytes)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,11 @@ class JobSurvey:
         return self.inventory.held
 
     @property
+    def parity(self) -> list[HeldParity]:
+        """Returns the headers of all parity slots of the exchange."""
+        return self.inventory.parity
+
+    @property
     def copies(self) -> list[HeldCapsule]:
         """Returns the headers of all capsules that nodes keep for ranks of other nodes."""
         return self.inventory.capsules
@@ -156,7 +167,7 @@ class JobSurvey:
         return self._make_plan(())
 
     def _make_plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
-        return recovery.plan(self.held, self.copies, self.placements, self.decision, erased)
+        return recovery.plan(self.held, self.copies, self.placements, self.decision, erased, self.parity)
 
     def holdings(self, job: str, erased: Collection[tuple[str, str, Version]] = ()) -> Holdings:
         """Returns what is held of the job now.

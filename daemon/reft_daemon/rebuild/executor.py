@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from reft.core.coding.erasure import Bytes, run_columns
-from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, StripeSlice, TransferPlan
+from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, TransferPlan
 from reft.core.recovery.rebuild_plan import DAEMON
+from reft.core.recovery.stripes import StripeSlice
 from reft.core.recovery.walk import WalkPhase, walk
 from reft.errors import ConfigError
 from reft_daemon.arena.arena import SlotFile

@@ -28,7 +28,7 @@ from reft.client.restore.device_copies import DeviceCopier
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.core.coding.erasure import XorProgram, run, run_columns
 from reft.core.layout.layout import ALIGNMENT
-from reft.core.recovery.plan import StripeSlice
+from reft.core.recovery.stripes import StripeSlice
 from reft.wire.slot_format import Bytes
 
 

@@ -42,12 +42,12 @@ from reft.core.recovery.plan import (
     OutgoingMessage,
     ReadOperation,
     ReceiveOperation,
-    StripeSlice,
     TransferOperation,
     TransferSizes,
     cell_name,
 )
 from reft.core.recovery.shard_matching import PieceSource
+from reft.core.recovery.stripes import StripeSlice
 from reft.core.recovery.walk import WalkPhase, walk
 from reft.wire.slot_format import Bytes
 

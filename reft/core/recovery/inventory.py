@@ -27,7 +27,7 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.snapshot_interval import FailureHistory
 from reft.core.commit.version import Epoch
 from reft.core.recovery import lineage
-from reft.core.recovery.recovery import HeldCapsule, HeldSlot
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot
 from reft.core.recovery.restart_loop import RestoreCount, count_now
 from reft.errors import AttachError
 
@@ -93,6 +93,7 @@ class NodeInventory:
         restores: how often the job was restored, by this daemon's record; None: never.
         reached: the newest step that a rank of the node has reported; -1 if none.
         known: steps that the daemon or an agent of the node knows to have been whole.
+        parity: the headers of the daemon's parity slots.
     """
 
     name: str
@@ -105,6 +106,7 @@ class NodeInventory:
     known: tuple[KnownStep, ...] = ()
     restores: RestoreCount | None = None
     reached: int = -1
+    parity: tuple[HeldParity, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,11 @@ class Inventory:
     def capsules(self) -> list[HeldCapsule]:
         """Returns the headers of all capsules that nodes keep for ranks of other nodes."""
         return [copy for each in self.reports.values() for copy in each.capsules]
+
+    @cached_property
+    def parity(self) -> list[HeldParity]:
+        """Returns the headers of all parity slots of the exchange."""
+        return [each for report in self.reports.values() for each in report.parity]
 
     @property
     def had_whole(self) -> bool:

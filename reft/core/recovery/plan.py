@@ -7,6 +7,10 @@
     capsule of q         | inline leaf | inline leaf |      the same, of leaves laid end to end
     lost slot of q       its keeper collects columns of k shards of a stripe, decodes them, and
                          compares them with the digests of q; then it is the reader of q
+    lost section of q    its unreplicated leaves: the same, from the stripes of q's guard lane
+
+        holder j of the lane     | piece of each member but j, from their sections | parity of j |
+        is stripe j                the shorter ones are followed by zeros, which nobody reads
 
     same shape     a need is a part of a cell, for all holders of the cell. The keeper holds the
                    cell, so it decodes from its live memory, and only parity is sent to it.
@@ -37,13 +41,13 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from reft.core.coding.erasure import XorProgram, make_program
 from reft.core.coding.placement import Lane, Placement, ranges
 from reft.core.layout.cells import Cell
 from reft.core.layout.layout import ALIGNMENT, align
 from reft.core.layout.regions import RegionCopy
 from reft.core.recovery.gather import assign_readers, stripe_reads
 from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
+from reft.core.recovery.stripes import NO_CELL, MadeShard, SectionPiece, ShardInput, StripeSlice, section_pieces
 
 EVERYTHING = 1 << 62  # bytes; more than any source has
 
@@ -68,6 +72,8 @@ class TransferSizes:
 @dataclass(frozen=True)
 class SlotReaders:
     """Which new ranks read which slot.
+
+    An old rank stands for its slot, and a `parity_number` for a parity slot.
 
     Attributes:
         reader_of: old rank → new rank that reads its slot for ranks on other nodes, for all slots
@@ -121,74 +127,6 @@ class OutgoingMessage(NamedTuple):
     parts: tuple[NeededRange, ...]
     receivers: tuple[int, ...]
     nbytes: int
-
-
-class MadeShard(NamedTuple):
-    """A shard to make again, at an offset of its owner's slot."""
-
-    shard: int
-    owner: int
-    offset: int
-
-
-@dataclass(frozen=True, eq=False)
-class StripeSlice:
-    """Columns begin..end of a stripe's packets, and the shards made from them.
-
-    Attributes:
-        lane: the lane of the stripe.
-        number: index of the lane in the placement.
-        stripe: index in the lane.
-        shards: the k shards that are read, ascending.
-        begin: first column.
-        end: column behind the last.
-        made: the shards to make, ascending.
-        live: those of `shards` whose bytes are in the keeper's live memory.
-        keeper: new rank.
-    """
-
-    lane: Lane
-    number: int
-    stripe: int
-    shards: tuple[int, ...]
-    begin: int
-    end: int
-    made: tuple[MadeShard, ...]
-    live: tuple[int, ...]
-    keeper: int
-
-    @property
-    def width(self) -> int:
-        """The number of columns."""
-        return self.end - self.begin
-
-    @property
-    def program(self) -> XorProgram:
-        """Makes the shards; its outputs are the packets of `made_packets`."""
-        return make_program(self.lane.code, self.shards, [made.shard for made in self.made])
-
-    @property
-    def registers(self) -> int:
-        """The number of packets that are read and made."""
-        return (len(self.shards) + len(self.made)) * self.lane.code.w
-
-    def made_packets(self) -> Iterator[tuple[int, int]]:
-        """Yields each made packet's owner, and where its columns begin in that slot."""
-        for made in self.made:
-            for packet in range(self.lane.code.w):
-                yield made.owner, made.offset + packet * self.lane.packet_bytes + self.begin
-
-    def cell_range(self, shard: int, packet: int) -> tuple[int, int]:
-        """Returns the byte range of a packet's columns in the cell, without padding."""
-        # With k = 1 every shard has the same bytes.
-        begin, _ = self.lane.data_range(self.stripe, shard if self.lane.code.k > 1 else 0)
-        begin += packet * self.lane.packet_bytes + self.begin
-        limit = self.lane.begin + self.lane.nbytes
-        return min(begin, limit), min(begin + self.width, limit)
-
-    def row(self, shard: int) -> int:
-        """Returns the index of a read shard's first packet among the packets of this slice."""
-        return self.shards.index(shard) * self.lane.code.w
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,7 +245,8 @@ def _leaf_borders(cell: Cell, least: int) -> list[int]:
 def cells_near(placement: Placement, readers: SlotReaders, rank: int) -> list[int]:
     """Returns the cells of a new rank, and of the slots that it reads."""
     division = placement.division
-    ranks = {rank, *(old for old, reader in readers.reader_of.items() if reader == rank)}
+    world = len(division.layout_of)
+    ranks = {rank, *(old for old, reader in readers.reader_of.items() if reader == rank and old < world)}
     return sorted({cell for each in ranks for cell in division.cells_of[division.layout_of[each]]})
 
 
@@ -364,6 +303,10 @@ def _by_source(needs: Iterable[PieceTransfer]) -> _Needs:
     }
 
 
+def _offset(piece: SectionPiece) -> tuple[int, int]:
+    return piece.made.offset, piece.made.owner
+
+
 # The plan
 
 
@@ -380,6 +323,8 @@ class TransferPlan:
             in a restore of the same shape.
         makes_parity: whether parity shards are made again, too.
         sizes: of pieces and slices.
+        sections: lost old ranks whose unreplicated sections their keepers decode from guard lanes.
+            The readers have the parity slots of all other members of these lanes.
     """
 
     needs: Sequence[PieceTransfer]
@@ -389,6 +334,7 @@ class TransferPlan:
     has_live_cells: bool = False
     makes_parity: bool = False
     sizes: TransferSizes = TransferSizes()
+    sections: Collection[int] = ()
     _reads: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     _lane_ends: dict[int, int] = field(default_factory=dict)
     _offsets: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
@@ -428,7 +374,7 @@ class TransferPlan:
         """Raises ValueError if needed bytes are in no slot at hand, and can't be decoded."""
         missing = set(self.owners).difference(self.readers.reader_of)
         for where, number in self._all_needs if missing else ():
-            if where is PieceSource.SLOT and number in missing:
+            if where is PieceSource.SLOT and number in missing and number not in self.sections:
                 raise ValueError(f"only the slot of old rank {number} has some of the needed bytes, and it is lost.")
             for lane in self.placement.lanes_of(number) if where is PieceSource.CELL else ():
                 if not missing.isdisjoint(self.placement.lanes[lane].members):
@@ -599,8 +545,12 @@ class TransferPlan:
 
     def _keepers(self) -> list[int]:
         """Returns the keepers of lost slots with needed bytes, ascending."""
-        relevant = self.lost if self.makes_parity else set(self.lost).intersection(self.owners)
-        return sorted({self.readers.keeper_of[old] for old in relevant})
+        return sorted({self.readers.keeper_of[old] for old in (*self.made, *self.sections)})
+
+    @property
+    def made(self) -> list[int]:
+        """The lost old ranks whose shards of cells are made again, ascending."""
+        return sorted(self.lost if self.makes_parity else set(self.lost).intersection(self.owners))
 
     def _slices(self, keeper: int, rank: int, own: _Needs) -> Iterator[_Keyed]:
         """Yields the operations for the slots that a keeper makes: columns, decode, then emit.
@@ -622,6 +572,10 @@ class TransferPlan:
 
     def _stripe_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
         """Yields the slices of a keeper's lost slots, each with the window that completes it."""
+        yield from merge(self._cell_slices(keeper), self._section_slices(keeper), key=itemgetter(0))
+
+    def _cell_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
+        """Yields the slices of cells' stripes, by window."""
         stripes: dict[tuple[int, int], list[MadeShard]] = {}
         for old in sorted(old for old in self.lost if self.readers.keeper_of[old] == keeper):
             part = self.placement.rank_placement(old)
@@ -631,6 +585,7 @@ class TransferPlan:
         ready = sorted((self._ready(*stripe), *stripe) for stripe in stripes)
         for window, number, stripe in ready:
             lane, shards = self.placement.lanes[number], self._stripe_read(number, stripe)
+            inputs = tuple(self._input(number, stripe, shard) for shard in shards)
             wanted = tuple(sorted(stripes[number, stripe]))
             live = tuple(s for s in shards if self.has_live_cells and (s < lane.code.k or lane.code.k == 1))
             rows = (len(shards) + len(wanted)) * lane.code.w
@@ -638,7 +593,20 @@ class TransferPlan:
             width = max(width, ALIGNMENT)
             for begin in range(0, lane.packet_bytes, width):
                 end = min(begin + width, lane.packet_bytes)
-                yield window, StripeSlice(lane, number, stripe, shards, begin, end, wanted, live, keeper)
+                yield window, StripeSlice(lane, number, stripe, shards, inputs, begin, end, wanted, live, keeper)
+
+    def _section_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
+        """Yields the slices from which lost sections are decoded, by window.
+
+        They end at chunk borders, so that their sources read each chunk once.
+        """
+        olds = [old for old in self.sections if self.readers.keeper_of[old] == keeper]
+        for piece in sorted((piece for old in olds for piece in section_pieces(self.placement, old)), key=_offset):
+            width = min(self.sizes.band // piece.lane.D, self.sizes.piece)
+            width = max(width // self.placement.chunk_bytes * self.placement.chunk_bytes, ALIGNMENT)
+            for begin in range(0, piece.nbytes, width):
+                end = min(begin + width, piece.nbytes)
+                yield (piece.made.offset + begin) // self._window_bytes, piece.columns(begin, end, keeper)
 
     def _ready(self, number: int, stripe: int) -> int:
         """Returns the window after which all surviving data of a stripe have come.
@@ -660,21 +628,23 @@ class TransferPlan:
     def _columns(self, stripe_slice: StripeSlice, rank: int) -> Iterator[TransferOperation]:
         """Yields the operations that bring a slice's columns to its keeper."""
         lane, keeper, width = stripe_slice.lane, stripe_slice.keeper, stripe_slice.width
-        for shard in stripe_slice.shards:
-            old, offset = self._input(stripe_slice.number, stripe_slice.stripe, shard)
+        for shard, (old, offset, size) in zip(stripe_slice.shards, stripe_slice.inputs, strict=True):
             reader = self.readers.reader_of[old]
             is_near = self.readers.is_near(old, keeper)
             if shard in stripe_slice.live or rank not in (keeper, reader) or (is_near and rank != keeper):
                 continue
             new, packets, step = stripe_slice.row(shard) * width, lane.code.w, lane.packet_bytes
-            if width == step:  # whole packets form one run
-                copy = RegionCopy(0, new, lane.shard_bytes)
+            columns = min(stripe_slice.end, size - (packets - 1) * step) - stripe_slice.begin
+            if columns <= 0:
+                continue  # zeros
+            if width == step == columns:  # whole packets form one run
+                copy = RegionCopy(0, new, size)
             else:
-                copy = RegionCopy(stripe_slice.begin, new, width, (packets,), (step,), (width,))
+                copy = RegionCopy(stripe_slice.begin, new, columns, (packets,), (step,), (width,))
             location = PieceLocation(PieceSource.SLOT, old, offset)
-            need = PieceTransfer("", lane.shard_bytes, location, copy, (keeper,))
-            begin, end = copy.old, lane.shard_bytes - lane.packet_bytes + stripe_slice.end
-            part, nbytes = NeededRange(need, offset + begin, begin, end), packets * width
+            need = PieceTransfer("", size, location, copy, (keeper,))
+            begin, end = copy.old, (packets - 1) * step + stripe_slice.begin + columns
+            part, nbytes = NeededRange(need, offset + begin, begin, end), packets * columns
             if rank == keeper and not is_near:
                 yield ReceiveOperation(old, reader, (part,), nbytes, stripe_slice)
             elif rank == keeper:
@@ -686,7 +656,8 @@ class TransferPlan:
     def _emission(self, stripe_slice: StripeSlice, rank: int, needs: _Needs) -> Iterator[TransferOperation]:
         """Yields the operations that bring a slice's made bytes to the ranks that need them."""
         parts: list[tuple[NeededRange, tuple[int, ...]]] = []
-        if stripe_slice.lane.code.k > 1:  # the reader of another copy sends the copies of the others
+        is_alone = stripe_slice.lane.cell == NO_CELL or stripe_slice.lane.code.k > 1
+        if is_alone:  # else the reader of another copy sends the copies of the others
             for index, made in enumerate(stripe_slice.made):
                 if made.shard < stripe_slice.lane.code.k:
                     parts += self._made_parts(stripe_slice, index, made, needs)
@@ -704,10 +675,14 @@ class TransferPlan:
         self, stripe_slice: StripeSlice, index: int, made: MadeShard, needs: _Needs
     ) -> Iterator[tuple[NeededRange, tuple[int, ...]]]:
         """Yields the needed ranges of one made shard, by offsets in the slice's made packets."""
-        pieces = needs.get((PieceSource.CELL, stripe_slice.lane.cell))
+        is_section = stripe_slice.lane.cell == NO_CELL
+        source = (PieceSource.SLOT, made.owner) if is_section else (PieceSource.CELL, stripe_slice.lane.cell)
+        pieces = needs.get(source)
         for packet in range(stripe_slice.lane.code.w if pieces else 0):
             row = (index * stripe_slice.lane.code.w + packet) * stripe_slice.width
-            for extent in pieces.extents(*stripe_slice.cell_range(made.shard, packet), row) if pieces else ():
+            begin, end = made.offset + stripe_slice.begin, made.offset + stripe_slice.end
+            span = (begin, end) if is_section else stripe_slice.cell_range(made.shard, packet)
+            for extent in pieces.extents(*span, row) if pieces else ():
                 yield from self._parts(made.owner, extent, extent.begin, extent.end)
 
     def _stripe_read(self, lane: int, stripe: int) -> tuple[int, ...]:
@@ -716,15 +691,15 @@ class TransferPlan:
             self._reads[lane] = stripe_reads(self.placement, lane, self.readers.reader_of)
         return self._reads[lane][stripe]
 
-    def _input(self, lane: int, stripe: int, shard: int) -> tuple[int, int]:
-        """Returns the old rank whose slot has a shard, and the shard's offset there."""
+    def _input(self, lane: int, stripe: int, shard: int) -> ShardInput:
+        """Returns where a shard of a cell lies."""
         layout, is_parity = self.placement.lanes[lane], shard >= self.placement.lanes[lane].code.k
         member = layout.member_of(stripe, shard)
         old = layout.members[member]
         offset = self._lane_offsets(old)[lane][is_parity]
         for run in layout.stripe_runs(member, is_parity):
             if stripe in run:
-                return old, offset + run.index(stripe) * layout.shard_bytes
+                return ShardInput(old, offset + run.index(stripe) * layout.shard_bytes, layout.shard_bytes)
             offset += len(run) * layout.shard_bytes
         raise AssertionError("a member stores every shard that its place says")
 

@@ -5,31 +5,39 @@
                                    └─ a slot that failed its digest is an erasure
 
     rank        0        1        2        3       each lane needs k shards of every stripe
-    slot      sealed   sealed   erased   sealed    each rank needs its own slot, or a capsule
-    capsule                     node 3             if its slot had no unreplicated leaves
+    slot      sealed   sealed   erased   sealed    each rank needs its own slot, or a capsule; for
+    capsule                     node 3             unreplicated leaves also the slots and the parity
+    parity    sealed   sealed   gone     sealed    of all others of its guard lane
 
 Invariants
   1. The same inputs give the same plan on every rank. The order of the inputs does not matter.
   2. A version can be restored only under two conditions. Every lane can be decoded from slots that
      are sealed at exactly that (epoch, step). Every rank has such a slot, or a capsule of exactly
-     that version and no unreplicated leaves. The newest version that can be restored is the base.
+     that version. If the lost slot had unreplicated leaves, all other members of its guard lane
+     have a slot and parity of exactly that version. The newest version that can be restored is the
+     base.
   3. A slot that is torn, stale, damaged or of a foreign history is an erasure. It counts as if its
      node were lost.
   4. Only some versions count: those of the epoch of the decision in force, its base, and the
      versions that led to the base. Versions that an older history wrote after the base are dropped.
-     A node that came back, or an orphan, may hold such versions. Capsules count by the same rule.
+     A node that came back, or an orphan, may hold such versions. Capsules and parity count by the
+     same rule.
      Which decision is in force: reft/core/recovery/lineage.py.
   5. A version is read by the placement of the epoch that wrote it, whatever the nodes are called
      now. A rank's slot may be found on any node.
   6. The plan never uses what the round announced.
-  7. One more slot or capsule never gives an older base.
+  7. One more slot, capsule or parity slot never gives an older base.
+  8. The guard is the newest version, not newer than the base, that the loss of any node leaves
+     restorable. It may be older than the base: parity is made after the step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -39,6 +47,8 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.gather import LaneGroup, group_lanes, undecodable
 from reft.core.text import more
+
+Slot = TypeVar("Slot", bound="HeldSlot")
 
 RUNS_MAX = 8  # one line names at most so many runs of ranks, or nodes
 
@@ -67,6 +77,15 @@ class HeldSlot:
 
 
 @dataclass(frozen=True)
+class HeldParity(HeldSlot):
+    """The header of a slot with parity of a guard lane, as its daemon read it.
+
+    `rank` is the member of the lane on whose node the parity was made. `layout` is the digest of
+    the lane.
+    """
+
+
+@dataclass(frozen=True)
 class HeldCapsule:
     """One capsule in the store of a node other than its rank's own.
 
@@ -75,7 +94,7 @@ class HeldCapsule:
         rank: the rank that the capsule belongs to.
         version: the version of the capsule.
         unreplicated_bytes: size of the unreplicated leaves in the rank's slot. If it is above 0,
-            the capsule can't replace the slot.
+            the capsule can replace the slot only together with the rank's guard lane.
     """
 
     node: str
@@ -98,7 +117,8 @@ class Shortfall:
         ranks: the ranks without a sealed slot of it, ascending.
         lanes: indices of the lanes that can't be decoded, ascending.
         bare: of `ranks`, those that no capsule can replace.
-        unreplicated: of `bare`, those with a capsule whose slot held unreplicated leaves.
+        unreplicated: of `bare`, those with a capsule whose slot held unreplicated leaves that no
+            guard lane gives back.
         is_placed: whether the placement of its bytes is known; if not, all other fields are empty.
     """
 
@@ -123,6 +143,10 @@ class RecoveryPlan:
         partial: newer versions that can't be restored, newest first.
         earlier: rank → older versions of the base's epoch whose capsule is left, each with the node
             that has it.
+        parity: rank → the parity slot of the base on its node, for the guard lanes from which
+            `sections` are decoded.
+        guard: the newest version, not newer than the base, that survives the loss of any node; None
+            if there is none.
     """
 
     base: Version | None
@@ -131,6 +155,13 @@ class RecoveryPlan:
     dropped: tuple[HeldSlot, ...] = ()
     partial: tuple[Shortfall, ...] = ()
     earlier: dict[int, tuple[tuple[Version, str], ...]] = field(default_factory=dict)
+    parity: dict[int, HeldParity] = field(default_factory=dict)
+    guard: Version | None = None
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """The lost ranks whose unreplicated leaves are decoded from guard lanes, ascending."""
+        return tuple(rank for rank, copy in sorted(self.capsules.items()) if copy.unreplicated_bytes)
 
 
 def plan(
@@ -139,6 +170,7 @@ def plan(
     placements: Mapping[Epoch, Placement],
     decision: Decision | None,
     erased: Collection[tuple[str, str, Version]] = (),
+    parity: Collection[HeldParity] = (),
 ) -> RecoveryPlan:
     """Returns the newest restorable version, and the place of each rank's part of it.
 
@@ -148,90 +180,182 @@ def plan(
         placements: epoch → the placement of the versions of that epoch. Versions of other epochs
             can't be used.
         decision: the newest decision record; None if the job never attached.
-        erased: (node, slot, version) of slots and capsules that failed their digests. They count as
-            missing.
+        erased: (node, slot, version) of slots, parity slots and capsules that failed their digests.
+            They count as missing.
+        parity: the headers of all parity slots of the job on all reachable daemons.
     """
-    by_version = _by_version(held, copies, erased)
+    by_version = _by_version(held, copies, erased, parity)
     groups: dict[Epoch, list[LaneGroup]] = {}
-    partial = []
+    partial: list[Shortfall] = []
+    base: RecoveryPlan | None = None
     for version in sorted(by_version, key=lambda version: (*version.order, version.epoch.ident), reverse=True):
-        slots, capsules = by_version[version].slots(), by_version[version].capsules()
-        if not counts(version, decision) or not (slots or capsules):
+        evidence = by_version[version]
+        if not counts(version, decision) or not (evidence.slots or evidence.capsules):
             continue
         placement = placements.get(version.epoch)
+        if base is not None:
+            if placement is not None and _is_guarded(evidence, placement):
+                return replace(base, guard=version)
+            continue
         if placement is None:
             partial.append(Shortfall(version, is_placed=False))
             continue
         if version.epoch not in groups:
             groups[version.epoch] = group_lanes(placement.lanes)
-        world = len(placement.domains)
-        shortfall = _shortfall(version, slots, capsules, groups[version.epoch], world)
+        shortfall = _shortfall(version, evidence, groups[version.epoch], placement)
         if shortfall.lanes or shortfall.bare:
             partial.append(shortfall)
             continue
-        sources = {rank: slots[rank] for rank in range(world) if rank in slots}
-        chosen_capsules = {rank: capsules[rank] for rank in shortfall.ranks}
-        return RecoveryPlan(
+        base = RecoveryPlan(
             version,
-            sources,
-            chosen_capsules,
+            {rank: evidence.slots[rank] for rank in range(len(placement.domains)) if rank in evidence.slots},
+            {rank: evidence.capsules[rank] for rank in shortfall.ranks},
             _dropped(by_version, version),
             tuple(partial),
             _earlier(by_version, version),
         )
-    return RecoveryPlan(None, {}, {}, _dropped(by_version, None), tuple(partial))
+        base = replace(base, parity=_parity_of(base.sections, evidence, placement))
+        if _is_guarded(evidence, placement):
+            return replace(base, guard=version)
+    return base or RecoveryPlan(None, {}, {}, _dropped(by_version, None), tuple(partial))
+
+
+def lane_partners(placement: Placement, rank: int, unreplicated_bytes: int) -> tuple[int, ...]:
+    """Returns the ranks whose slots and parity give back a lost rank's unreplicated leaves.
+
+    Empty if nothing can: the rank is in no guard lane, or its slot held leaves that the manifest
+    did not foresee. Such leaves lie outside the section that the lane guards.
+
+    Args:
+        placement: of the version's epoch.
+        rank: the lost rank.
+        unreplicated_bytes: size of the unreplicated leaves in its slot.
+    """
+    where = placement.guard_lane_of(rank)
+    foreseen = placement.division.unreplicated_bytes[placement.division.layout_of[rank]]
+    if where is None or unreplicated_bytes > foreseen:
+        return ()
+    return tuple(member for member in placement.guard_lanes[where[0]].members if member != rank)
+
+
+def _gives_back(copy: HeldCapsule, evidence: _Evidence, placement: Placement) -> bool:
+    """Whether a lost rank's capsule, with its guard lane if needed, replaces its slot."""
+    if not copy.unreplicated_bytes:
+        return True
+    partners, parity = lane_partners(placement, copy.rank, copy.unreplicated_bytes), evidence.parity(placement)
+    return bool(partners) and all(rank in evidence.slots and rank in parity for rank in partners)
+
+
+def _parity_of(sections: Iterable[int], evidence: _Evidence, placement: Placement) -> dict[int, HeldParity]:
+    parity = evidence.parity(placement)
+    needed = {rank for lost in sections for rank in lane_partners(placement, lost, 0)}
+    return {rank: parity[rank] for rank in sorted(needed)}
+
+
+def _is_guarded(evidence: _Evidence, placement: Placement) -> bool:
+    """Whether the loss of any node leaves the version restorable, but for state that is exposed.
+
+    Every rank has its slot, and a capsule on another node. Every guard lane has its parity, and no
+    two members of a lane share a node.
+    """
+    slots, parity = evidence.slots, evidence.parity(placement)
+    coded = {lane.members for lane in placement.lanes if lane.code.f}
+    if not (coded or placement.guard_lanes) or any(rank not in slots for rank in range(len(placement.domains))):
+        return False
+    return (
+        all(_is_replaceable(rank, evidence, placement) for rank in range(len(placement.domains)))
+        and all(len({slots[rank].node for rank in members}) == len(members) for members in coded)
+        and all(_has_parity_apart(lane.members, slots, parity) for lane in placement.guard_lanes)
+    )
+
+
+def _is_replaceable(rank: int, evidence: _Evidence, placement: Placement) -> bool:
+    """Whether a capsule on another node replaces a rank's slot, if needed with its guard lane.
+
+    A rank without a guard lane is exposed, while others have one.
+    """
+    is_exposed = bool(placement.guard_lanes) and placement.guard_lane_of(rank) is None
+    return any(
+        not copy.unreplicated_bytes or is_exposed or lane_partners(placement, rank, copy.unreplicated_bytes)
+        for copy in evidence.copies_of.get(rank, ())
+        if copy.node != evidence.slots[rank].node
+    )
+
+
+def _has_parity_apart(members: Sequence[int], slots: Mapping[int, HeldSlot], parity: Mapping[int, HeldParity]) -> bool:
+    """Whether all members have parity, each on its own node or on one without another member."""
+    if any(rank not in parity for rank in members):
+        return False
+    nodes = [{slots[rank].node, parity[rank].node} for rank in members]
+    return len(set().union(*nodes)) == sum(map(len, nodes))
 
 
 @dataclass(frozen=True)
 class _Evidence:
-    """The slots in any state and the capsules of one version.
+    """The slots in any state, the capsules and the parity of one version.
 
     `erased` has (node, slot) of damaged ones.
     """
 
     held: list[HeldSlot] = field(default_factory=list)
     copies: list[HeldCapsule] = field(default_factory=list)
+    parities: list[HeldParity] = field(default_factory=list)
     erased: set[tuple[str, str]] = field(default_factory=set)
 
+    @cached_property
     def slots(self) -> dict[int, HeldSlot]:
-        """Returns rank → its sealed slot; of several, the lexically first (node, slot)."""
-        by_rank: dict[int, HeldSlot] = {}
-        for slot in self.held:
-            if slot.state is SlotState.SEALED and not self._is_erased(slot):
-                other = by_rank.setdefault(slot.rank, slot)
-                if other is not slot and (slot.node, slot.slot) < (other.node, other.slot):
-                    by_rank[slot.rank] = slot
-        return by_rank
+        """Rank → its sealed slot; of several, the lexically first (node, slot)."""
+        return self._first_sealed(self.held)
 
-    def capsules(self) -> dict[int, HeldCapsule]:
-        """Returns rank → one capsule.
+    def parity(self, placement: Placement) -> dict[int, HeldParity]:
+        """Returns rank → its sealed parity of the rank's guard lane in this placement."""
+        lane_of = placement.guard_lane_of
+        return self._first_sealed(
+            each
+            for each in self.parities
+            if (where := lane_of(each.rank)) and each.layout == placement.guard_lanes[where[0]].digest
+        )
 
-        Of several, one that can replace the slot is preferred, then the lexically first node.
-        """
-        by_rank: dict[int, HeldCapsule] = {}
-        for copy in self.copies:
+    @cached_property
+    def copies_of(self) -> dict[int, list[HeldCapsule]]:
+        """Rank → its capsules. Those that need no guard lane come first, then the first node."""
+        by_rank: dict[int, list[HeldCapsule]] = {}
+        for copy in sorted(self.copies, key=lambda copy: (copy.unreplicated_bytes > 0, copy.node)):
             if not self._is_erased(copy):
-                other = by_rank.setdefault(copy.rank, copy)
-                if other is not copy and (copy.unreplicated_bytes > 0, copy.node) < (
-                    other.unreplicated_bytes > 0,
-                    other.node,
-                ):
-                    by_rank[copy.rank] = copy
+                by_rank.setdefault(copy.rank, []).append(copy)
         return by_rank
+
+    @cached_property
+    def capsules(self) -> dict[int, HeldCapsule]:
+        """Rank → the capsule that is used."""
+        return {rank: copies[0] for rank, copies in self.copies_of.items()}
 
     def dead(self, is_newer: bool) -> list[HeldSlot]:
         """Returns the slots to empty.
 
         Older sealed slots are kept. They are needed if the base turns out to be damaged.
         """
-        return [slot for slot in self.held if is_newer or slot.state is not SlotState.SEALED or self._is_erased(slot)]
+        slots: list[HeldSlot] = [*self.held, *self.parities]
+        return [slot for slot in slots if is_newer or slot.state is not SlotState.SEALED or self._is_erased(slot)]
+
+    def _first_sealed(self, slots: Iterable[Slot]) -> dict[int, Slot]:
+        by_rank: dict[int, Slot] = {}
+        for slot in slots:
+            if slot.state is SlotState.SEALED and not self._is_erased(slot):
+                other = by_rank.setdefault(slot.rank, slot)
+                if other is not slot and (slot.node, slot.slot) < (other.node, other.slot):
+                    by_rank[slot.rank] = slot
+        return by_rank
 
     def _is_erased(self, each: HeldSlot | HeldCapsule) -> bool:
         return bool(self.erased) and (each.node, each.slot) in self.erased
 
 
 def _by_version(
-    held: Iterable[HeldSlot], copies: Iterable[HeldCapsule], erased: Iterable[tuple[str, str, Version]]
+    held: Iterable[HeldSlot],
+    copies: Iterable[HeldCapsule],
+    erased: Iterable[tuple[str, str, Version]],
+    parity: Iterable[HeldParity],
 ) -> dict[Version, _Evidence]:
     by_version: defaultdict[Version, _Evidence] = defaultdict(_Evidence)
     for slot in held:
@@ -239,6 +363,9 @@ def _by_version(
             by_version[slot.version].held.append(slot)
     for copy in copies:
         by_version[copy.version].copies.append(copy)
+    for each in parity:
+        if each.version is not None and each.state is not SlotState.EMPTY:
+            by_version[each.version].parities.append(each)
     for node, name, version in erased:
         by_version[version].erased.add((node, name))
     return by_version
@@ -256,29 +383,24 @@ def _earlier(by_version: Mapping[Version, _Evidence], base: Version) -> dict[int
     for version in sorted(by_version, key=lambda version: version.order):
         if version.epoch == base.epoch and version.step < base.step:
             holders: dict[int, HeldSlot | HeldCapsule] = {
-                **by_version[version].capsules(),
-                **by_version[version].slots(),
+                **by_version[version].capsules,
+                **by_version[version].slots,
             }
             for rank, each in holders.items():
                 earlier[rank].append((version, each.node))
     return {rank: tuple(versions) for rank, versions in sorted(earlier.items())}
 
 
-def _shortfall(
-    version: Version,
-    slots: Collection[int],
-    capsules: Mapping[int, HeldCapsule],
-    groups: Sequence[LaneGroup],
-    world: int,
-) -> Shortfall:
+def _shortfall(version: Version, evidence: _Evidence, groups: Sequence[LaneGroup], placement: Placement) -> Shortfall:
     """Returns the missing parts of the version.
 
     With no lanes and no bare ranks, it can be restored.
     """
+    world, capsules = len(placement.domains), evidence.capsules
     have = np.zeros(world, np.bool_)
-    have[[rank for rank in slots if 0 <= rank < world]] = True
+    have[[rank for rank in evidence.slots if 0 <= rank < world]] = True
     lost = tuple(np.flatnonzero(~have).tolist())
-    bare = tuple(rank for rank in lost if rank not in capsules or capsules[rank].unreplicated_bytes)
+    bare = tuple(rank for rank in lost if rank not in capsules or not _gives_back(capsules[rank], evidence, placement))
     unreplicated = tuple(rank for rank in bare if rank in capsules)
     return Shortfall(version, lost, undecodable(groups, have), bare, unreplicated)
 
@@ -301,9 +423,23 @@ def describe(shortfall: Shortfall, placement: Placement | None, nodes: Mapping[i
     without = sorted(set(shortfall.bare) - set(shortfall.unreplicated))
     if without:
         lines.append(f"No capsule of {_ranks(without)} is left.")
-    if shortfall.unreplicated:
-        lines.append(f"The slots of {_ranks(shortfall.unreplicated)} held leaves that no other rank has.")
-    return lines
+    return lines + _describe_unreplicated(shortfall, placement)
+
+
+def _describe_unreplicated(shortfall: Shortfall, placement: Placement) -> list[str]:
+    """Returns why the leaves that only lost slots held can't be decoded, a line for each reason."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in shortfall.unreplicated:
+        where = placement.guard_lane_of(rank)
+        members = placement.guard_lanes[where[0]].members if where else ()
+        if not members:
+            why = ""
+        elif sum(member in shortfall.ranks for member in members) > 1:
+            why = ", and their guard lane gives back one lost rank, and lost several"
+        else:
+            why = ", and their guard lane has no complete parity of this step"
+        ranks_of.setdefault(why, []).append(rank)
+    return [f"The slots of {_ranks(ranks)} held leaves that no other rank has{why}." for why, ranks in ranks_of.items()]
 
 
 def describe_lost_cells(placement: Placement, lanes: Sequence[int], ranks: Collection[int]) -> str:

@@ -16,8 +16,9 @@ from reft.client.restore.decode import StripeDecoder
 from reft.client.restore.executor import NO_RANK, LoadReport
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.verify import DIGEST_BYTES, VERDICT_TAG, ChunkVerifier, PeerMessages
-from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, ReceiveOperation, StripeSlice
+from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, ReceiveOperation
 from reft.core.recovery.shard_matching import PieceSource
+from reft.core.recovery.stripes import StripeSlice
 from reft.errors import RestoreError
 from reft.wire.slot_format import Bytes, chunk_digest
 from tests.support.loads import CHUNK, CLEAN, Job
