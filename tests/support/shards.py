@@ -36,16 +36,21 @@ def plain_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def placed(
-    ranks: Sequence[Tensors], domains: Sequence[int], scheme: Any, tolerate: int | None, chunk_bytes: int
+    ranks: Sequence[Tensors],
+    domains: Sequence[int],
+    scheme: Any,
+    tolerate: int | None,
+    chunk_bytes: int,
+    slots: int = 0,
 ) -> Placement:
-    """Returns the placement of a job whose ranks have these tensors."""
+    """Returns the placement of a job whose ranks have these tensors, and so many slots."""
     layouts: dict[bytes, Layout] = {}
     layout_of = []
     for tensors in ranks:
         layout = pack(leaf_of(name, tensor, False) for name, tensor in tensors.items())
         layouts[layout.digest] = layout
         layout_of.append(layout.digest)
-    return place(divide(layouts, layout_of), domains, scheme, tolerate, chunk_bytes)
+    return place(divide(layouts, layout_of), domains, scheme, tolerate, chunk_bytes, slots)
 
 
 def slot_data(placement: Placement, rank: int, tensors: Tensors) -> np.ndarray:
@@ -108,6 +113,33 @@ def make_slot(
     slot.landed()
     slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
     return slot
+
+
+def make_parity(placement: Placement, rank: int, slots: Sequence[SlotMap]) -> SlotMap:
+    """Returns a member's sealed parity slot, as core/coding/exchange.py draws it."""
+    where = placement.guard_lane_of(rank)
+    assert where is not None
+    lane, holder = placement.guard_lanes[where[0]], where[1]
+    parity = np.zeros(lane.piece_bytes, np.uint8)
+    for source, member in enumerate(lane.members):
+        if source != holder:
+            part = placement.rank_placement(member)
+            section = slots[member].data[part.unreplicated_offset : part.data_bytes]
+            first = (holder - source - 1) % len(lane.members) * lane.piece_bytes
+            piece = section[first : first + lane.piece_bytes]
+            parity[: piece.nbytes] ^= piece
+    geometry = Geometry(1 << 12, lane.piece_bytes, placement.chunk_bytes)
+    slot = SlotMap.create(np.zeros(geometry.file_bytes, np.uint8), geometry, "job", rank)
+    slot.begin(VERSION, lane.digest, b"", lane.piece_bytes)
+    slot.data[:] = parity
+    slot.landed()
+    seal(slot)
+    return slot
+
+
+def seal(slot: SlotMap) -> None:
+    """Seals a slot with the digests of its bytes as they are."""
+    slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
 
 
 class Postbox:

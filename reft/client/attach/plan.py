@@ -68,8 +68,8 @@ class AttachTry:
             job = plan.manifest.job
             raise RestoreError(f"every version of job {job} that was tried is damaged.", f"reft-cli purge {job}")
         assert plan.base is not None, "only a base can be damaged"
-        recovery = plan.recovery
-        sources = [recovery.sources.get(rank) or recovery.capsules[rank] for rank in result.damaged]
+        world = plan.survey.manifests[plan.base.epoch].world
+        sources = [plan.recovery.source(number, world) for number in result.damaged]
         erased = frozenset((source.node, source.slot, plan.base) for source in sources)
         mismatched = self.mismatched | erased if result.is_mismatched else self.mismatched
         return AttachTry(self.number + 1, self.erased | erased, mismatched, self.first_survey or plan.survey)

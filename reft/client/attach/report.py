@@ -21,20 +21,23 @@ from reft.core.commit.version import Version
 from reft.core.recovery.holdings import fresh_start_block
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.recovery.restart_loop import went_back
+from reft.core.recovery.stripes import slot_name
 from reft.core.text import counted
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
 
-def set_aside(version: Version | None, damaged: Sequence[int]) -> str:
+def set_aside(version: Version | None, damaged: Sequence[int], world: int) -> str:
     """Returns the line about a version that can't be restored from these slots or capsules.
 
     Args:
         version: the damaged version.
-        damaged: the ranks whose slots or capsules can't be used.
+        damaged: the ranks whose slots or capsules can't be used, and numbers of parity slots.
+        world: number of ranks of the version.
     """
-    ranks = ", ".join(map(str, damaged[:3])) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
-    return f"{version} of rank {ranks} is damaged, or differs from its replicas: trying other copies, then an older version."
+    names = ", ".join(slot_name(number, world) for number in damaged[:3])
+    names += f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
+    return f"{version} of {names} is damaged, or differs from its replicas: trying other copies, then an older version."
 
 
 def restored(

@@ -160,7 +160,8 @@ def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, damage
         damaged: the ranks whose slots or capsules were damaged.
     """
     if context.rank == 0:
-        say(report.set_aside(plan.base, damaged))
+        world = plan.base_manifest.world if plan.base_manifest else 0
+        say(report.set_aside(plan.base, damaged, world))
     together(context.rank_group, lambda: leases.release(is_refused=True))
 
 

@@ -63,9 +63,9 @@ class LoadReport:
     """What one rank tells all ranks of the bytes that it read, received and decoded.
 
     Attributes:
-        damaged: old ranks whose slots are damaged.
-        faults: what went wrong with bytes that were right when they were read → the old rank whose
-            bytes they were; NO_RANK if another source would not help.
+        damaged: old ranks whose slots are damaged, and parity numbers of damaged parity slots.
+        faults: what went wrong with bytes that were right when they were read → the old rank, or
+            parity number, whose bytes they were; NO_RANK if another source would not help.
     """
 
     damaged: tuple[int, ...] = ()
@@ -169,7 +169,7 @@ class TransferExecutor:
         sizes: of the plan; the same on all ranks.
         chunk_bytes: size of the slots' chunks; the same on all ranks.
         peers: messages to and from other ranks.
-        slots: old rank → its slot, for the slots that this rank reads.
+        slots: old rank, or parity number → its slot, for the slots that this rank reads.
         target: live memory.
         decoder: makes lost shards.
         inline_leaves: old rank → its needed inline leaves, end to end.
@@ -204,7 +204,9 @@ class TransferExecutor:
         for old, verifier in self.verifiers.items():
             if wrong := verifier.finish():
                 text = f"chunk {wrong[0]} of rank {old}, decoded from its peers, differs from the saved bytes"
-                faults[text] = NO_RANK
+                # Unreplicated leaves have no other source. Without this capsule, an older version
+                # is used.
+                faults[text] = old if verifier.is_in_section(wrong[0]) else NO_RANK
         if not self.target.flat_view.are_copies_right():
             faults[f"rank {self.peers.rank}'s device holds other bytes than were copied to it"] = NO_RANK
         self.target.flat_view.finish()
@@ -242,6 +244,8 @@ class TransferExecutor:
             made = len(stripe_slice.made) * stripe_slice.lane.code.w
             memory = np.empty(stripe_slice.registers * stripe_slice.width, np.uint8)
             border = memory.nbytes - made * stripe_slice.width
+            for begin, end in stripe_slice.zeros:
+                memory[begin:end] = 0
             self._slices[stripe_slice] = _SliceMemory(memory[:border], memory[border:])
         return self._slices[stripe_slice]
 

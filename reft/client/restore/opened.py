@@ -22,10 +22,13 @@ from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf
 from reft.core.recovery.plan import SlotReaders, TransferPlan
-from reft.core.recovery.recovery import RecoveryPlan
+from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
+from reft.core.recovery.stripes import parity_number
+from reft.errors import FormatError
 from reft.wire.capsule_format import NameTable
 from reft.wire.messages import places_from, table_from
 from reft.wire.slot_format import SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
 
 # [step, cell, digest] of bytes that the replicas of a cell compare
 Samples = tuple[tuple[int, ...], ...]
@@ -66,8 +69,14 @@ class RestoreContext:
     @cached_property
     def readers(self) -> SlotReaders:
         """Which new ranks read which slot, and keep which capsule."""
-        slot_nodes = {old: source.node for old, source in self.plan.sources.items()}
+        slot_nodes = {number: source.node for number, source in self.slots.items()}
         return SlotReaders.of(slot_nodes, self.nodes, len(self.placement.domains))
+
+    @cached_property
+    def slots(self) -> dict[int, HeldSlot]:
+        """Old rank, or parity number → its slot at hand."""
+        parity = {parity_number(self.placement, old): held for old, held in self.plan.parity.items()}
+        return {**self.plan.sources, **parity}
 
     @cached_property
     def lost(self) -> list[int]:
@@ -106,10 +115,24 @@ def open_old_rank(context: RestoreContext, old: int) -> OldRank:
     if source is None:
         record = context.opener.capsule(context.plan, old)
         tree = serialization.decode(record.capsule, names)
+        if old in context.plan.sections:
+            _refuse_unforeseen(context.placement, old, record, tree)
         return OldRank(tree, _samples(context, old, tree), lost_digests=record.digests)
     slot = context.opener.slot(source)
     tree, table = serialization.decode(slot.capsule(), names), slot.table()
     return OldRank(tree, _samples(context, old, tree), slot, table_from(table), places_from(table))
+
+
+def _refuse_unforeseen(placement: Placement, old: int, record: pb.CapsuleRecord, tree: Tree) -> None:
+    """Raises FormatError if a lost slot had leaves outside the section that its guard lane has."""
+    part, absent = placement.rank_placement(old), set(tree["absent"])
+    foreseen = sum(leaf.nbytes for leaf in part.unreplicated.leaves if leaf.name not in absent)
+    chunks = -(-part.data_bytes // placement.chunk_bytes)
+    if record.unreplicated_bytes != foreseen or len(record.digests) != 8 * chunks:
+        raise FormatError(
+            f"the slot of rank {old} held {record.unreplicated_bytes} bytes that no other slot has, and "
+            f"{len(record.digests) // 8} chunks. Its guard lane gives back {foreseen} bytes, in {chunks} chunks."
+        )
 
 
 def _samples(context: RestoreContext, old: int, tree: Tree) -> Samples:

@@ -13,7 +13,7 @@ import numpy as np
 
 from reft.client.link.slots import MappedSlot, SlotLeases
 from reft.core.commit.version import Version
-from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
+from reft.core.recovery.recovery import HeldParity, HeldSlot, RecoveryPlan
 from reft.errors import FormatError, RestoreError
 from reft.wire import messages, rpc
 from reft.wire.slot_format import PAGE, Bytes, SlotMap, best_header
@@ -35,8 +35,8 @@ def remote_read_s(
     The rank that reads most from other nodes decides.
 
     Args:
-        sources: old rank → its slot.
-        reader_of: old rank → new rank that reads it.
+        sources: old rank, or parity number → its slot.
+        reader_of: the same → new rank that reads it.
         nodes: node id → the ranks that run there now.
     """
     remote_bytes = Counter[int]()
@@ -197,7 +197,8 @@ class SlotOpener:
         slot = self.leases.take([source.slot], keeps=True)[0]
         self._mapped.append(slot)
         # Pinning costs a second for some gigabytes, so each rank pins its own slot only.
-        if self.leases.pins_for is not None and source.rank == self.leases.rank:
+        is_own = source.rank == self.leases.rank and not isinstance(source, HeldParity)
+        if self.leases.pins_for is not None and is_own:
             slot.register(self.leases.pins_for)
         return slot.map
 

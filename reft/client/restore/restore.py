@@ -36,6 +36,7 @@ from reft.client.restore.transport import Transport
 from reft.client.restore.verify import PeerMessages, chunk_verifier
 from reft.client.snapshot.replica_check import are_mismatched
 from reft.console import say
+from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Leaf
 from reft.core.recovery.plan import TransferSizes
 from reft.core.recovery.shard_matching import PieceSource
@@ -50,8 +51,8 @@ class RestoreResult:
     """The result of one restore, the same on every rank apart from the tree.
 
     Attributes:
-        damaged: old ranks whose slots or capsules are damaged. If there are any, nothing counts as
-            restored.
+        damaged: old ranks whose slots or capsules are damaged, and parity numbers of damaged parity
+            slots. If there are any, nothing counts as restored.
         tree: the restored host state. The generators in it come back last. None if nothing was
             restored.
         lines: messages for the user about state that each old rank had of its own.
@@ -81,7 +82,7 @@ class Restore:
     @property
     def remote_read_s(self) -> float:
         """How much longer `load` may take because slots lie on other nodes, in seconds."""
-        sources, nodes = self.context.plan.sources, self.context.nodes
+        sources, nodes = self.context.slots, self.context.nodes
         shared = remote_read_s(sources, self.context.readers.reader_of, nodes)
         if self.change:
             return shared
@@ -134,11 +135,12 @@ class Restore:
         """
         context, layout = self.context, match.layout
         slots, damaged = self._near_slots(match, at_chunk)
-        made = {old for plan in match.plans for old in plan.owners if old in plan.lost}
+        shards = {old for plan in match.plans for old in plan.made}
+        sections = {old for plan in match.plans for old in plan.sections}
         executor = TransferExecutor(
             SIZES,
             context.placement.chunk_bytes,
-            PeerMessages(transport, context.rank),
+            PeerMessages(transport, context.rank, len(context.placement.domains)),
             slots,
             LiveTarget(
                 FlatTensorView(layout.leaves, layout.offsets, tensors, copies=context.decoder.begin()), match.offsets
@@ -146,9 +148,9 @@ class Restore:
             context.decoder,
             inline_leaves(match),
             {
-                old: chunk_verifier(context.placement, old, each.lost_digests)
+                old: chunk_verifier(context.placement, old, each.lost_digests, old in shards, old in sections)
                 for old, each in match.opened.items()
-                if old in made
+                if old in shards or old in sections
             },
         )
         report = executor.load(chain.from_iterable(plan.operations(context.rank) for plan in match.plans))
@@ -158,25 +160,34 @@ class Restore:
         """Returns readers of the slots that this rank reads itself, and the damaged ones."""
         context, slots, damaged = self.context, dict[int, SlotReader](), set[int]()
         near = {
-            old
+            number
             for plan in match.plans
-            for old in plan.owners
-            if old in context.plan.sources and plan.readers.is_near(old, context.rank)
+            for number in plan.slots_read
+            if number in context.slots and plan.readers.is_near(number, context.rank)
         }
-        for old in sorted(near):
+        for number in sorted(near):
             try:
-                opened = match.opened.get(old)
-                slot = opened.slot if opened and opened.slot else context.opener.slot(context.plan.sources[old])
-                end = context.placement.rank_placement(old).unreplicated_offset
-                slots[old] = SlotReader(slot, max(end, opened.layout.data_bytes if opened else 0), at_chunk)
+                opened = match.opened.get(number)
+                slot = opened.slot if opened and opened.slot else context.opener.slot(context.slots[number])
+                end = slot_bytes(context.placement, number)
+                slots[number] = SlotReader(slot, max(end, opened.layout.data_bytes if opened else 0), at_chunk)
             except FormatError:
-                damaged.add(old)
+                damaged.add(number)
         return slots, damaged
 
     def finish(self, match: RestoreMatch) -> RestoreResult:
         """Restores host state; all leaves are loaded."""
         self.context.host.restore(match.tree, match.lists)
         return RestoreResult(tree=match.tree, lines=match.lines)
+
+
+def slot_bytes(placement: Placement, number: int) -> int:
+    """Returns the bytes that the slot of an old rank, or of a parity number, must have."""
+    world = len(placement.domains)
+    if number < world:
+        return placement.rank_placement(number).data_bytes
+    where = placement.guard_lane_of(number - world)
+    return placement.guard_lanes[where[0]].parity_bytes if where else 0
 
 
 def inline_leaves(match: RestoreMatch) -> dict[int, Bytes]:

@@ -1,6 +1,7 @@
 """Decides what goes where in a restore into the same shape: each byte to its earlier place.
 
 cells, from all ranks' shards     one plan for all ranks; lost shards are decoded in live memory
+unreplicated leaves, slot lost    the same plan: decoded from the rank's guard lane
 unreplicated and inline leaves    a plan of each rank for itself, from its own slot and capsule
 host state                        from its own capsule
 """
@@ -44,13 +45,22 @@ def match_same_shape(
     leaves = own.layout.leaves if own.slot else [leaf for leaf in predicted if leaf.name not in absent]
     needs = same_shape_needs(placement, cells_near(placement, readers, rank), sizes)
     own_needs = needs_of_own_leaves(rank, own, {leaf.name: leaf.nbytes for leaf in leaves})
-    kept = {need.name for need in own_needs}
+    lost_needs = needs_of_section(placement, rank, absent) if rank in context.plan.sections else []
+    kept = {need.name for need in (*own_needs, *lost_needs)}
     layout, offsets = _live_layout(placement, rank, elsewhere, [leaf for leaf in leaves if leaf.name in kept])
     return RestoreMatch(
         opened,
         sorted(leaves, key=lambda leaf: order.get(leaf.name, len(order))),
         (
-            TransferPlan(needs, placement, readers, context.lost, has_live_cells=True, sizes=sizes),
+            TransferPlan(
+                (*needs, *lost_needs),
+                placement,
+                readers,
+                context.lost,
+                has_live_cells=True,
+                sizes=sizes,
+                sections=context.plan.sections,
+            ),
             plan_for_itself(own_needs, placement, rank, readers, sizes),
         ),
         layout,
@@ -76,10 +86,30 @@ def needs_of_own_leaves(rank: int, own: OldRank, nbytes_of: Mapping[str, int]) -
     ends = accumulate((nbytes_of[name] for name in riders), initial=0)
     placed += [(name, PieceSource.CAPSULE, at) for name, at in zip(riders, ends, strict=False)]
     return [
-        PieceTransfer(name, nbytes_of[name], PieceLocation(where, rank, at), RegionCopy(0, 0, nbytes_of[name]), (rank,))
+        _own_need(name, nbytes_of[name], PieceLocation(where, rank, at))
         for name, where, at in placed
         if nbytes_of[name]
     ]
+
+
+def needs_of_section(placement: Placement, rank: int, absent: Collection[str]) -> list[PieceTransfer]:
+    """Returns the needs of the unreplicated leaves of a rank that lost its slot.
+
+    Args:
+        placement: the placement that the base was written with.
+        rank: the rank.
+        absent: names of leaves that did not exist.
+    """
+    part = placement.rank_placement(rank)
+    return [
+        _own_need(leaf.name, leaf.nbytes, PieceLocation(PieceSource.SLOT, rank, part.unreplicated_offset + at))
+        for leaf, at in zip(part.unreplicated.leaves, part.unreplicated.offsets, strict=True)
+        if leaf.nbytes and leaf.name not in absent
+    ]
+
+
+def _own_need(name: str, nbytes: int, location: PieceLocation) -> PieceTransfer:
+    return PieceTransfer(name, nbytes, location, RegionCopy(0, 0, nbytes), (location.owner,))
 
 
 def plan_for_itself(

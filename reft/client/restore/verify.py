@@ -22,6 +22,7 @@ import xxhash
 
 from reft.client.restore.transport import Transport, Work
 from reft.core.coding.placement import Placement
+from reft.core.recovery.stripes import slot_name
 from reft.errors import RestoreError
 from reft.wire.slot_format import Bytes, chunk_digest
 
@@ -58,11 +59,14 @@ class ChunkVerifier:
         digests: the slot's digests, taken when it was sealed.
         chunk_bytes: size of a chunk.
         end: where the slot's data shards end; zeros follow up to the next chunk.
+        section: begin and end of the unreplicated leaves, if their bytes come too. They begin with
+            a chunk, and the last chunk ends with them.
     """
 
     digests: npt.NDArray[np.uint64]
     chunk_bytes: int
     end: int
+    section: tuple[int, int] = (0, 0)
     _right: set[int] = field(default_factory=set)
     # Chunk → number of bytes digested so far, and the digest's state.
     _done: dict[int, tuple[int, xxhash.xxh3_64]] = field(default_factory=dict)
@@ -82,7 +86,20 @@ class ChunkVerifier:
         chunks = -(-self.end // self.chunk_bytes)
         if self.end % self.chunk_bytes:
             self.take(self.end, np.zeros(-self.end % self.chunk_bytes, np.uint8))
-        return sorted(set(range(chunks)) - self._right)
+        return sorted({*range(chunks), *self._section_chunks} - self._right)
+
+    def is_in_section(self, chunk: int) -> bool:
+        """Whether a chunk has unreplicated leaves."""
+        return chunk in self._section_chunks
+
+    @property
+    def _section_chunks(self) -> range:
+        begin, end = self.section
+        return range(begin // self.chunk_bytes, -(-end // self.chunk_bytes))
+
+    def _size_of(self, chunk: int) -> int:
+        begin = chunk * self.chunk_bytes
+        return min(self.chunk_bytes, self.section[1] - begin) if self.is_in_section(chunk) else self.chunk_bytes
 
     def _take_part(self, chunk: int, offset: int, data: Bytes) -> None:
         done, state = self._done.pop(chunk) if chunk in self._done else (0, xxhash.xxh3_64())
@@ -92,7 +109,7 @@ class ChunkVerifier:
             piece = early.pop(done)
             state.update(piece.data)
             done += piece.nbytes
-        if done == self.chunk_bytes:
+        if done == self._size_of(chunk):
             if chunk < len(self.digests) and state.intdigest() == int(self.digests[chunk]):
                 self._right.add(chunk)
             return
@@ -102,17 +119,23 @@ class ChunkVerifier:
             self._early[chunk] = {at: each if at != offset else each.copy() for at, each in early.items()}
 
 
-def chunk_verifier(placement: Placement, old: int, digests: bytes) -> ChunkVerifier:
-    """Returns the verifier of a lost slot's data shards.
+def chunk_verifier(
+    placement: Placement, old: int, digests: bytes, has_shards: bool = True, has_section: bool = False
+) -> ChunkVerifier:
+    """Returns the verifier of what is decoded of a lost slot.
 
     Args:
         placement: under which the slot was written.
         old: the old rank.
         digests: of the slot's chunks, from its capsule.
+        has_shards: whether the slot's data shards are decoded.
+        has_section: whether its unreplicated leaves are decoded.
     """
     part = placement.rank_placement(old)
-    end = max((block.offset + block.nbytes for block in part.blocks[: part.data_blocks]), default=0)
-    return ChunkVerifier(np.frombuffer(digests, "<u8"), placement.chunk_bytes, end)
+    blocks = part.blocks[: part.data_blocks] if has_shards else ()
+    end = max((block.offset + block.nbytes for block in blocks), default=0)
+    section = (part.unreplicated_offset, part.data_bytes) if has_section else (0, 0)
+    return ChunkVerifier(np.frombuffer(digests, "<u8"), placement.chunk_bytes, end, section)
 
 
 class PeerMessages:
@@ -121,10 +144,11 @@ class PeerMessages:
     Args:
         transport: None if there are no other ranks.
         rank: this rank.
+        old_world: the number of old ranks; greater numbers stand for parity slots.
     """
 
-    def __init__(self, transport: Transport | None, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, transport: Transport | None, rank: int, old_world: int = 1 << 32) -> None:
+        self.rank, self._old_world = rank, old_world
         self._transport = transport
         # (peer, old rank) → digest of the messages with the bytes of that old rank
         self._sent: dict[tuple[int, int], xxhash.xxh3_64] = {}
@@ -168,7 +192,7 @@ class PeerMessages:
             differ = theirs.view("<u8") != _digests_of(self._received, peer).view("<u8")
             for owner in (owner for owner, is_wrong in zip(owners, differ, strict=True) if is_wrong):
                 way = f"rank {peer} sent them to rank {self.rank} over {self._peers.name}"
-                wrong[owner] = f"bytes of rank {owner} changed on their way: {way}"
+                wrong[owner] = f"bytes of {slot_name(owner, self._old_world)} changed on their way: {way}"
         return wrong
 
     @property

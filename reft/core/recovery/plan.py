@@ -354,7 +354,10 @@ class TransferPlan:
         for source in sources:
             needs = self._all_needs if self._reader_of(source) == rank else own
             streams.append(self._windows(source, self._extents(source, needs), rank))
-        streams += [self._slices(keeper, rank, own) for keeper in self._keepers()]
+        for keeper in self._keepers(self.made):
+            streams.append(self._slices(keeper, rank, own, self._cell_slices(keeper)))
+        for keeper in self._keepers(self.sections):
+            streams.append(self._slices(keeper, rank, own, self._section_slices(keeper)))
         yield from (operation for _, operation in merge(*streams, key=itemgetter(0)))
 
     @cached_property
@@ -369,6 +372,15 @@ class TransferPlan:
             if where is not PieceSource.CAPSULE:
                 owners.update(cells[number].holders if where is PieceSource.CELL else (number,))
         return sorted(owners)
+
+    @cached_property
+    def slots_read(self) -> list[int]:
+        """The slots with needed bytes, and those from which sections are decoded, ascending.
+
+        Old ranks, also of lost slots, and parity numbers.
+        """
+        pieces = (piece for old in self.sections for piece in section_pieces(self.placement, old))
+        return sorted({*self.owners, *(each.owner for piece in pieces for each in piece.inputs.values())})
 
     def _refuse_lost_bytes(self) -> None:
         """Raises ValueError if needed bytes are in no slot at hand, and can't be decoded."""
@@ -543,23 +555,25 @@ class TransferPlan:
 
     # Lost slots
 
-    def _keepers(self) -> list[int]:
-        """Returns the keepers of lost slots with needed bytes, ascending."""
-        return sorted({self.readers.keeper_of[old] for old in (*self.made, *self.sections)})
+    def _keepers(self, olds: Iterable[int]) -> list[int]:
+        """Returns the keepers of lost slots, ascending."""
+        return sorted({self.readers.keeper_of[old] for old in olds})
 
     @property
     def made(self) -> list[int]:
         """The lost old ranks whose shards of cells are made again, ascending."""
         return sorted(self.lost if self.makes_parity else set(self.lost).intersection(self.owners))
 
-    def _slices(self, keeper: int, rank: int, own: _Needs) -> Iterator[_Keyed]:
-        """Yields the operations for the slots that a keeper makes: columns, decode, then emit.
+    def _slices(
+        self, keeper: int, rank: int, own: _Needs, slices: Iterable[tuple[int, StripeSlice]]
+    ) -> Iterator[_Keyed]:
+        """Yields the operations for what a keeper makes: columns, decode, then emit.
 
         Each slice is emitted after the columns of the next one.
         """
         before: tuple[tuple[int, int, int], StripeSlice] | None = None
         needs = self._all_needs if keeper == rank else own
-        for index, (ready, stripe_slice) in enumerate(self._stripe_slices(keeper)):
+        for index, (ready, stripe_slice) in enumerate(slices):
             key = (ready, 1 + keeper, index)
             yield from ((key, operation) for operation in self._columns(stripe_slice, rank))
             if keeper == rank:
@@ -570,12 +584,8 @@ class TransferPlan:
         if before is not None:
             yield from ((before[0], operation) for operation in self._emission(before[1], rank, needs))
 
-    def _stripe_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
-        """Yields the slices of a keeper's lost slots, each with the window that completes it."""
-        yield from merge(self._cell_slices(keeper), self._section_slices(keeper), key=itemgetter(0))
-
     def _cell_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
-        """Yields the slices of cells' stripes, by window."""
+        """Yields the slices of a keeper's lost slots, each with the window that completes it."""
         stripes: dict[tuple[int, int], list[MadeShard]] = {}
         for old in sorted(old for old in self.lost if self.readers.keeper_of[old] == keeper):
             part = self.placement.rank_placement(old)
@@ -596,7 +606,7 @@ class TransferPlan:
                 yield window, StripeSlice(lane, number, stripe, shards, inputs, begin, end, wanted, live, keeper)
 
     def _section_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
-        """Yields the slices from which lost sections are decoded, by window.
+        """Yields the slices of the lost sections that a keeper decodes, each with its window.
 
         They end at chunk borders, so that their sources read each chunk once.
         """

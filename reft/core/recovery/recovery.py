@@ -158,6 +158,17 @@ class RecoveryPlan:
     parity: dict[int, HeldParity] = field(default_factory=dict)
     guard: Version | None = None
 
+    def source(self, number: int, world: int) -> HeldSlot | HeldCapsule:
+        """Returns the slot, parity slot or capsule that stands for a number.
+
+        Args:
+            number: an old rank; or, from `world` on, a parity number (`stripes.parity_number`).
+            world: the number of old ranks.
+        """
+        if number >= world:
+            return self.parity[number - world]
+        return self.sources.get(number) or self.capsules[number]
+
     @property
     def sections(self) -> tuple[int, ...]:
         """The lost ranks whose unreplicated leaves are decoded from guard lanes, ascending."""
