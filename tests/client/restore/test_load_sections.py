@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from reft.client.restore.decode import StripeDecoder
 from reft.client.restore.executor import LoadReport
-from reft.client.restore.opened import OldRank, RestoreContext, RestoreMatch
-from reft.client.restore.restore import SIZES, Restore
+from reft.client.restore.opened import OldRank, RestoreContext, RestoreMatch, open_old_rank
+from reft.client.restore.restore import SIZES, Restore, damaged_at_load
 from reft.client.restore.same_shape import match_same_shape
+from reft.client.state import serialization
 from reft.client.state.tensors import leaf_of
 from reft.core.commit.slots import SlotState
 from reft.core.layout.cells import INLINE_BYTES_MAX
 from reft.core.layout.layout import Layout
 from reft.core.recovery.plan import TransferSizes
 from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan
+from reft.errors import FormatError
+from reft.wire.capsule_format import NO_NAMES
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.loads import blank, random
@@ -33,6 +38,7 @@ from tests.support.shards import (
     on_all,
     placed,
     plain_bytes,
+    seal,
 )
 
 CHUNK, SLOTS = 4096, 4
@@ -146,3 +152,146 @@ def test_every_lost_rank_is_decoded(D):
     for lost in [(), *((rank,) for rank in range(D))]:
         assert job.load(lost) == [LoadReport()] * D, f"lost {lost}"
         assert job.is_whole(), f"lost {lost}"
+
+
+@pytest.mark.parametrize("D", [2, 3, 4])
+def test_a_job_without_replicas_is_decoded(D):
+    """With D = 2 parity is a copy."""
+    job = GuardedJob(D, [state(rank, has_replicas=False) for rank in range(D)])
+    assert not job.placement.lanes
+    for lost in range(D):
+        assert job.load([lost]) == [LoadReport()] * D and job.is_whole(), lost
+
+
+def test_ranks_that_moved_and_nodes_without_ranks_change_nothing():
+    """The parity and the slots of nodes without a rank are read over the network by one rank."""
+    job = GuardedJob(4)
+    for nodes in ({"new": [2, 3], "node0": [0], "node1": [1]}, {"node3": [0], "node0": [3], "node1": [2], "new": [1]}):
+        assert job.load([2], nodes) == [LoadReport()] * 4
+        assert job.is_whole()
+
+
+def test_lanes_of_several_ranks_a_node_lose_one_member_each():
+    job = GuardedJob(6)
+    job.placement = placed(job.states, [rank // 2 for rank in range(6)], "auto", 1, CHUNK, SLOTS)
+    job.slots = [make_slot(job.placement, rank, job.states[rank]) for rank in range(6)]
+    job.parity = {rank: make_parity(job.placement, rank, job.slots) for rank in range(6)}
+    job.digests = [slot.digests[: slot.chunks].tobytes() for slot in job.slots]
+    assert len(job.placement.guard_lanes) == 2
+    for lost in ((0, 1), (2, 3), (4, 5)):
+        assert job.load(lost) == [LoadReport()] * 6 and job.is_whole(), lost
+
+
+def test_absent_leaves_are_not_loaded():
+    job = GuardedJob(3, absent={"own1.0", "own2.1"})
+    for lost in range(3):
+        for name in job.absent:
+            job.states[int(name[3])].setdefault(name, torch.zeros(1))
+        assert job.load([lost]) == [LoadReport()] * 3 and job.is_whole(), lost
+
+
+@pytest.mark.parametrize(
+    "sizes", [SMALL, TransferSizes(192, 4096, 192, 64), TransferSizes(1 << 20, 1 << 20, 1 << 20, 1)]
+)
+def test_load_sizes_do_not_change_the_result(sizes, monkeypatch):
+    monkeypatch.setattr("reft.client.restore.restore.SIZES", sizes)
+    monkeypatch.setattr("tests.client.restore.test_load_sections.SIZES", sizes)
+    job = GuardedJob(3)
+    assert job.load([1]) == [LoadReport()] * 3 and job.is_whole()
+
+
+def test_only_the_pieces_travel_and_no_zeros():
+    """The sizes differ by rank, and the shorter sections end with zeros."""
+    job, box = GuardedJob(4, [state(rank, has_replicas=False) for rank in range(4)]), Postbox()
+    job.load([0], box=box)
+    (lane,) = job.placement.guard_lanes
+    expected = dict.fromkeys([(sender, 0) for sender in (1, 2, 3)], 2 * 8)  # digests of slot and parity
+    for holder in (1, 2, 3):
+        begin, end = lane.piece_range(0, lane.piece_of(0, holder))
+        for source in (1, 2, 3):
+            if source != holder:
+                first, last = lane.piece_range(source, lane.piece_of(source, holder))
+                expected[source, 0] += min(last - first, end - begin)
+        expected[holder, 0] += end - begin
+    assert box.sent_bytes == expected
+
+
+# Damage
+
+
+def test_a_flipped_bit_in_a_source_is_found_by_its_reader():
+    job = GuardedJob(3)
+    job.slots[1].data[job.placement.rank_placement(1).unreplicated_offset + 5] ^= 1
+    reports = job.load([0])
+    assert [report.damaged for report in reports] == [(), (1,), ()] and damaged_at_load(reports, False) == (1,)
+
+
+def test_a_flipped_bit_in_parity_is_found_by_its_reader():
+    job = GuardedJob(3)
+    job.parity[2].data[7] ^= 1
+    reports = job.load([0])
+    assert [report.damaged for report in reports] == [(), (), (3 + 2,)] and damaged_at_load(reports, False) == (5,)
+
+
+def test_parity_that_is_too_short_or_torn_is_damaged():
+    job, other = GuardedJob(3), GuardedJob(3, [{"own": torch.zeros(LEAST)}] * 2 + [{"w": torch.zeros(LEAST)}])
+    job.parity[1] = other.slots[2]
+    assert job.load([0])[1].damaged == (3 + 1,)
+    job.parity[1] = _Torn()  # type: ignore[assignment]
+    assert job.load([0])[1].damaged == (3 + 1,)
+
+
+class _Torn:
+    @property
+    def is_pinned(self) -> bool:
+        raise FormatError("torn.")
+
+
+@pytest.mark.parametrize("sender", [1, 2])
+def test_a_flipped_bit_in_a_message_is_found(sender):
+    """The second time, its source counts as damaged."""
+
+    def flip(a: int, b: int, data: np.ndarray) -> None:
+        if (a, b) == (sender, 0) and data.nbytes > 8:
+            data[3] ^= 1
+
+    job = GuardedJob(3, [state(rank, has_replicas=False) for rank in range(3)])
+    reports = job.load([0], box=Postbox(on_way=flip))
+    owners = set(reports[0].faults.values()) - {0}
+    assert owners <= {sender, 3 + sender} and owners
+    assert any(text.startswith(f"bytes of the parity of rank {sender} changed") for text in reports[0].faults)
+    assert set(damaged_at_load(reports, is_last=True)) >= owners
+
+
+def test_wrong_parity_with_right_digests_is_found_by_the_saved_digests():
+    """The lost rank's capsule is given up then, so an older version is used."""
+    job = GuardedJob(3)
+    job.parity[1].data[0] ^= 1
+    seal(job.parity[1])
+    report = job.load([2])[2]
+    assert list(report.faults.values()) == [2] and "of rank 2, decoded from its peers, differs" in min(report.faults)
+    assert damaged_at_load([report], is_last=True) == (2,)
+
+
+def test_leaves_outside_the_section_are_refused_when_the_capsule_is_opened():
+    """They are in no parity: the manifest did not foresee them."""
+    job = GuardedJob(2)
+    part = job.placement.rank_placement(1)
+    foreseen = sum(leaf.nbytes for leaf in part.unreplicated.leaves)
+    tree = pb.CapsuleRecord(rank=1, unreplicated_bytes=foreseen, capsule=b"", digests=job.digests[1])
+
+    def opened(**changes: Any) -> OldRank:
+        record = pb.CapsuleRecord()
+        record.CopyFrom(tree)
+        for name, value in changes.items():
+            setattr(record, name, value)
+        restore, _ = job.restore(1, [1], {"node0": [0], "new": [1]})
+        opener = SimpleNamespace(capsule=lambda plan, old: record, remote=None)
+        context = replace(restore.context, opener=opener, names=[NO_NAMES] * 2)
+        return open_old_rank(context, 1)
+
+    record = serialization.encode({"absent": [], "riders": {}, "compared": {}, "subjects": {}})
+    assert opened(capsule=record).lost_digests == job.digests[1]
+    for changes in ({"unreplicated_bytes": foreseen + 4}, {"digests": job.digests[1] + bytes(8)}):
+        with pytest.raises(FormatError, match="Its guard lane gives back"):
+            opened(capsule=record, **changes)
