@@ -17,6 +17,7 @@ from reft.core.commit.version import Version
 from reft.core.recovery import rebuild_plan
 from reft.core.recovery.holdings import HoldingState
 from reft.core.recovery.recovery import RecoveryPlan
+from reft.core.recovery.stripes import NO_CELL
 from reft.core.status.health import Health
 from reft.core.text import counted, more
 from reft.wire.inventory import JobSurvey
@@ -32,7 +33,7 @@ HEALTH = {
 
 @dataclass(frozen=True)
 class CellView:
-    """One cell of which a lost node had shards. Sizes are in bytes.
+    """One cell of which a lost node had shards, or its unreplicated leaves. Sizes are in bytes.
 
     Attributes:
         leaves: names of the cell's leaves.
@@ -171,8 +172,10 @@ def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
                 tuple(ranks),
                 _holds(job_survey, node.id),
                 tuple(
-                    _cell(job_survey, plan, placement, cost)
-                    for cost in rebuild_plan.costs(placement, plan.sources, ranks)
+                    _cell(job_survey, plan, placement, ranks, cost)
+                    for cost in rebuild_plan.costs(
+                        placement, plan.sources, ranks, [rank for rank in plan.sections if rank in ranks]
+                    )
                 ),
                 tuple(capsules),
                 sum(placement.rank_placement(rank).data_bytes for rank in ranks),
@@ -181,12 +184,22 @@ def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
     return lost_nodes
 
 
-def _cell(job_survey: JobSurvey, plan: RecoveryPlan, placement: Placement, cost: rebuild_plan.RebuildCost) -> CellView:
+def _cell(
+    job_survey: JobSurvey,
+    plan: RecoveryPlan,
+    placement: Placement,
+    ranks: Sequence[int],
+    cost: rebuild_plan.RebuildCost,
+) -> CellView:
     read: dict[str, int] = {}
-    for rank, nbytes in cost.read.items():
-        name = job_survey.names[plan.sources[rank].node]
+    for number, nbytes in cost.read.items():
+        name = job_survey.names[plan.source(number, len(placement.domains)).node]
         read[name] = read.get(name, 0) + nbytes
-    leaves = tuple(leaf.name for leaf in placement.division.cells[cost.cell].leaves)
+    if cost.cell == NO_CELL:
+        sections = (placement.rank_placement(rank).unreplicated for rank in ranks if rank in plan.sections)
+        leaves = tuple(leaf.name for section in sections for leaf in section.leaves)
+    else:
+        leaves = tuple(leaf.name for leaf in placement.division.cells[cost.cell].leaves)
     return CellView(leaves, tuple(sorted(read.items())), cost.copied, cost.decoded, cost.parity)
 
 

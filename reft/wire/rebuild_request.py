@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout
-from reft.core.recovery.recovery import RecoveryPlan
+from reft.core.recovery.recovery import RecoveryPlan, lane_partners
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.messages import table_to
@@ -64,7 +64,11 @@ def rebuild_request(
     base, decision, manifest = plan.base, job_survey.decision, job_survey.manifest
     assert base is not None and decision is not None and manifest is not None, "a plan without a base"
     sources = [plan.sources[rank] for rank in sorted(plan.sources)]
-    ids = sorted({held.node for held in sources} | {plan.capsules[rank].node for rank in ranks})
+    sections = set(plan.sections).intersection(ranks)
+    placement = job_survey.placements[base.epoch]
+    partners = {partner for rank in sections for partner in lane_partners(placement, rank, 0)}
+    parity = [plan.parity[rank] for rank in sorted(partners)]
+    ids = sorted({held.node for held in (*sources, *parity)} | {plan.capsules[rank].node for rank in ranks})
     number = {ident: i for i, ident in enumerate(ids)}
     request = pb.RebuildRequest(
         manifest=manifest, decision=messages.decision_to(decision), version=messages.version_to(base),
@@ -78,7 +82,10 @@ def rebuild_request(
             for ident in ids
         ],
         slots=[pb.SlotSource(rank=held.rank, node=number[held.node], slot=held.slot) for held in sources],
-        lost=[pb.LostRank(rank=rank, keeper=number[plan.capsules[rank].node]) for rank in ranks],
+        lost=[
+            pb.LostRank(rank=rank, keeper=number[plan.capsules[rank].node], section=rank in sections) for rank in ranks
+        ],
+        parity=[pb.SlotSource(rank=held.rank, node=number[held.node], slot=held.slot) for held in parity],
     )  # fmt: skip
     if decision.base is not None and decision.base.epoch in job_survey.manifests:
         request.base_manifest.CopyFrom(job_survey.manifests[decision.base.epoch])

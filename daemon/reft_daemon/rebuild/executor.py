@@ -34,7 +34,8 @@ async def made_slices(
 
     Args:
         plan: from `rebuild_plan`.
-        read: `await read(old, offset, into)` fills `into` with bytes of an old rank's data.
+        read: `await read(number, offset, into)` fills `into` with data of the slot of an old rank,
+            or of a parity number.
         slots: lost rank → its new slot.
 
     Raises:
@@ -68,7 +69,10 @@ async def made_slices(
 
 def _empty_rows(stripe_slice: StripeSlice) -> Bytes:
     packets = len(stripe_slice.shards) * stripe_slice.lane.code.w
-    return np.empty(packets * stripe_slice.width, np.uint8)
+    rows = np.empty(packets * stripe_slice.width, np.uint8)
+    for begin, end in stripe_slice.zeros:
+        rows[begin:end] = 0
+    return rows
 
 
 async def _fill(rows: Bytes, operation: ReadOperation, read: ReadBytes) -> None:

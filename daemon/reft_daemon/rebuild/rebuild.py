@@ -3,10 +3,12 @@
     decision, manifests ─► taken over, as in an attach       own arena: slot WRITING, zeros
     capsule of each lost rank ◄── its keeper                         │
     shards of each stripe ◄── Read (checked) ── surviving slots ──► slice: decoded in a thread
+    pieces of guard lanes ◄── Read (checked) ── slots, parity ────► the same, unreplicated leaves
     digests of the capsule's record ── equal? ──► capsule, LANDED, SEALED
                                           no: once more; no again: EMPTY, an error with the sources
 
 Nothing counts before the last step. A daemon that dies leaves WRITING slots, which count as lost.
+Parity that the lost node had of other nodes is not made here: the next turn makes it anew.
 An attach that decides during a rebuild wins: its epoch is newer, and the rebuild ends with an
 error.
 """
@@ -29,6 +31,7 @@ from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
 from reft.core.recovery.plan import TransferPlan
 from reft.core.recovery.rebuild_plan import chunk_sources, costs, rebuild_plan
+from reft.core.recovery.stripes import parity_number, section_pieces, slot_name
 from reft.errors import AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import capsule_format, messages
 from reft.wire.capsule_format import NameTable
@@ -91,7 +94,7 @@ class Rebuild:
         if not is_new:
             slot_reads.refuse_living(registry.jobs[name])
         job = await self._adopt()
-        sources = SourceReader(registry.arena.node_id, registry.peers, job, request)
+        sources = SourceReader(registry.arena.node_id, registry.peers, job, request, len(placement.domains))
         slots: dict[int, SlotFile] = {}
         try:
             lost = [await self._lost_slot(sources, each, placement, *layouts[each.rank]) for each in request.lost]
@@ -133,7 +136,7 @@ class Rebuild:
         if manifest is None:
             raise ConfigError(f"the manifest under which {version} was written is missing.")
         ranks = [source.rank for source in request.slots] + [lost.rank for lost in request.lost]
-        nodes = [source.node for source in request.slots] + [lost.keeper for lost in request.lost]
+        nodes = [source.node for source in (*request.slots, *request.parity)] + [lost.keeper for lost in request.lost]
         if len(set(ranks)) != len(ranks) or max(ranks, default=0) >= manifest.world:
             raise ConfigError(f"a rank is named twice, or is not below {manifest.world}, the number of ranks.")
         if not request.lost or max(nodes, default=0) >= len(request.nodes):
@@ -143,13 +146,22 @@ class Rebuild:
         return await in_thread(placement_of, manifest), {rank: (layouts[i], layouts.name_table(i)) for rank, i in lost}
 
     def _needed_ranks(self, placement: Placement) -> list[int]:
-        """Returns the ranks whose slots are read.
+        """Returns the ranks, and parity numbers, whose slots are read.
 
         Raises:
             ValueError: a stripe can't be decoded from the slots at hand.
         """
         have, lost = {each.rank for each in self.request.slots}, {each.rank for each in self.request.lost}
-        return sorted({rank for cost in costs(placement, have, lost) for rank in cost.read})
+        needed = {number for cost in costs(placement, have, lost, self._sections) for number in cost.read}
+        given = have | {parity_number(placement, each.rank) for each in self.request.parity}
+        if absent := sorted(needed - given):
+            raise ValueError(f"{slot_name(absent[0], len(placement.domains))} is not among the sources")
+        return sorted(needed)
+
+    @property
+    def _sections(self) -> list[int]:
+        """The lost ranks whose unreplicated leaves are decoded from their guard lanes."""
+        return [each.rank for each in self.request.lost if each.section]
 
     async def _adopt(self) -> JobRecord:
         """Makes the job known, as an attach would have done on the lost node.
@@ -186,10 +198,13 @@ class Rebuild:
             absent = frozenset(tree["absent"])
         except (FormatError, KeyError, TypeError) as error:
             raise DamagedSource(self.request.nodes[lost.keeper], f"capsule-{lost.rank}", str(error)) from error
-        if record.unreplicated_bytes or len(record.digests) != 8 * chunks:
+        leaves = rank_placement.unreplicated.leaves if lost.section else ()
+        decoded = sum(leaf.nbytes for leaf in leaves if leaf.name not in absent)
+        if record.unreplicated_bytes != decoded or len(record.digests) != 8 * chunks:
             raise ConfigError(
-                f"the slot of rank {lost.rank} had {record.unreplicated_bytes} bytes that no other slot has, and "
-                f"{len(record.digests) // 8} chunks, where the placement has {chunks}: it can't be rebuilt."
+                f"the slot of rank {lost.rank} had {record.unreplicated_bytes} bytes that no other slot has, of which "
+                f"{decoded} can be decoded, and {len(record.digests) // 8} chunks, where the placement has {chunks}: it "
+                "can't be rebuilt."
             )
         table = rebuilt_table(placement, layout, lost.rank, absent)
         geometry = Geometry(max(len(table), PAGE), rank_placement.data_bytes, placement.chunk_bytes)
@@ -229,8 +244,10 @@ class Rebuild:
             FormatError: data is wrong again.
         """
         have, digests = {each.rank for each in self.request.slots}, {each.rank: each.record.digests for each in lost}
+        world = len(placement.domains)
         for is_last in (False, True):
-            plan = rebuild_plan(placement, have, digests)
+            sections = [rank for rank in self._sections if rank in digests]
+            plan = rebuild_plan(placement, have, digests, sections=sections)
             await self._run(plan, job, sources, slots)
             chunks = {rank: await in_thread(_wrong_chunk, slots[rank], saved) for rank, saved in digests.items()}
             digests = {rank: saved for rank, saved in digests.items() if chunks[rank] is not None}
@@ -240,7 +257,8 @@ class Rebuild:
             lanes, ranks = chunk_sources(plan, rank, chunk)
             text = (
                 f"the decoded data of rank {rank}, {self.version}, is not what was saved: chunk {chunk}, in lane "
-                f"{_listed(lanes)}, made from ranks {_listed(ranks)} on {_listed(sources.node_names(ranks))}"
+                f"{_listed(lanes) or 'the exchange'}, made from {_listed(slot_name(rank, world) for rank in ranks)} on "
+                f"{_listed(sources.node_names(ranks))}"
             )
             if is_last:
                 raise FormatError(
@@ -253,7 +271,9 @@ class Rebuild:
     ) -> None:
         """Carries out a plan; logs its progress after each PROGRESS_S."""
         blocks = (block for rank in plan.lost for block in plan.placement.rank_placement(rank).blocks)
-        total, done, said = sum(block.nbytes for block in blocks), 0, time.monotonic()
+        pieces = (piece for rank in plan.sections for piece in section_pieces(plan.placement, rank))
+        total = sum(block.nbytes for block in blocks) + sum(piece.nbytes for piece in pieces)
+        done, said = 0, time.monotonic()
         async with contextlib.aclosing(made_slices(plan, sources.read, slots)) as slices:
             async for each in slices:
                 self._check_not_replaced(job)

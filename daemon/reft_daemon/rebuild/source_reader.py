@@ -43,6 +43,7 @@ class SourceReader:
         peers: channels to the other nodes.
         job: the job here.
         request: names the sources and their nodes.
+        world: number of ranks of the version; parity numbers begin there.
 
     Attributes:
         read_bytes: bytes of slots that were read.
@@ -52,8 +53,9 @@ class SourceReader:
     peers: PeerChannels
     job: JobRecord
     request: pb.RebuildRequest
+    world: int
     read_bytes: int = 0
-    # rank → offset of the data in its slot's file
+    # rank, or parity number → offset of the data in its slot's file
     _data_offsets: dict[int, int] = field(default_factory=dict)
 
     async def capsule(self, lost: pb.LostRank) -> pb.CapsuleRecord:
@@ -76,15 +78,15 @@ class SourceReader:
         return record
 
     async def check(self, ranks: Iterable[int]) -> None:
-        """Checks the headers of the slots of these ranks; `read` needs them.
+        """Checks the headers of the slots of these ranks and parity numbers; `read` needs them.
 
         Raises:
             DamagedSource: a slot is damaged, gone, or of another version.
             AttachError: a node can't be reached.
         """
-        await asyncio.gather(*(self._check(self._sources[rank]) for rank in ranks))
+        await asyncio.gather(*(self._check(rank, self._sources[rank]) for rank in ranks))
 
-    async def _check(self, source: pb.SlotSource) -> None:
+    async def _check(self, number: int, source: pb.SlotSource) -> None:
         head = np.zeros(2 * PAGE, np.uint8)
         await self._read(source, 0, head, checked=False)
         node, version = self.request.nodes[source.node], messages.version_from(self.request.version)
@@ -94,10 +96,12 @@ class SourceReader:
             raise DamagedSource(node, source.slot, str(error)) from error
         if (header.rank, header.version, header.state) != (source.rank, version, SlotState.SEALED):
             raise DamagedSource(node, source.slot, f"it holds {header.version} of rank {header.rank}")
-        self._data_offsets[source.rank] = header.geometry.data_offset
+        self._data_offsets[number] = header.geometry.data_offset
 
     async def read(self, rank: int, offset: int, into: Bytes) -> None:
-        """Fills `into` with data of a rank's slot; the slot's node compares digests first.
+        """Fills `into` with data of a rank's slot, or of a parity number's.
+
+        The slot's node compares digests first.
 
         Raises:
             DamagedSource: the slot is damaged, gone, or of another version.
@@ -112,7 +116,9 @@ class SourceReader:
 
     @cached_property
     def _sources(self) -> dict[int, pb.SlotSource]:
-        return {source.rank: source for source in self.request.slots}
+        world = self.world
+        parity = {world + source.rank: source for source in self.request.parity}
+        return {**{source.rank: source for source in self.request.slots}, **parity}
 
     async def _read(self, source: pb.SlotSource, offset: int, into: Bytes, checked: bool) -> None:
         request, node = self.request, self.request.nodes[source.node]

@@ -3,7 +3,8 @@
 plan.py's list for one reader, which is near to all slots at hand, and keeps all lost ranks:
 
   read    columns of k shards of a stripe ─► rows of a slice
-  decode  all shards that lost ranks had in the stripe, data or parity ─► their new slots
+  decode  all shards that lost ranks had in the stripe, data or parity ─► their new slots;
+          the same for their unreplicated leaves, from slots and parity of their guard lanes
   emit    nothing: no other rank needs these bytes
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from reft.core.coding.placement import Placement
 from reft.core.recovery.gather import stripe_reads
 from reft.core.recovery.plan import DecodeOperation, ReadOperation, SlotReaders, TransferPlan, TransferSizes
+from reft.core.recovery.stripes import section_pieces
 
 DAEMON = 0  # the only reader of the plan
 # At most four bands are in memory. Wider runs make fewer calls; wider than this is not faster.
@@ -27,8 +29,8 @@ class RebuildCost:
     """The bytes read and computed to rebuild some ranks' parts of a cell.
 
     Attributes:
-        cell: index of the cell in the division.
-        read: rank → bytes read of its slot.
+        cell: index of the cell in the division; NO_CELL: the ranks' unreplicated leaves.
+        read: rank, or parity number → bytes read of its slot.
         copied: bytes of data that another slot holds too.
         decoded: bytes of data that is computed.
         parity: bytes of parity that is computed.
@@ -42,7 +44,11 @@ class RebuildCost:
 
 
 def rebuild_plan(
-    placement: Placement, have: Collection[int], lost: Collection[int], sizes: TransferSizes = SIZES
+    placement: Placement,
+    have: Collection[int],
+    lost: Collection[int],
+    sizes: TransferSizes = SIZES,
+    sections: Collection[int] = (),
 ) -> TransferPlan:
     """Returns the plan by which one daemon makes lost slots; DAEMON is its only rank.
 
@@ -51,33 +57,40 @@ def rebuild_plan(
         have: ranks whose slot is at hand.
         lost: ranks whose slots are made; none of them in `have`.
         sizes: of reads and slices.
+        sections: those of `lost` whose unreplicated leaves are made, too. The parity slots of their
+            guard lanes are at hand.
     """
-    readers = SlotReaders(dict.fromkeys(have, DAEMON), dict.fromkeys(lost, DAEMON), dict.fromkeys(have, ""), [""])
-    return TransferPlan((), placement, readers, lost, makes_parity=True, sizes=sizes)
+    pieces = (piece for old in sections for piece in section_pieces(placement, old))
+    slots = {*have, *(each.owner for piece in pieces for each in piece.inputs.values())}
+    readers = SlotReaders(dict.fromkeys(slots, DAEMON), dict.fromkeys(lost, DAEMON), dict.fromkeys(slots, ""), [""])
+    return TransferPlan((), placement, readers, lost, makes_parity=True, sizes=sizes, sections=sections)
 
 
-def costs(placement: Placement, have: Collection[int], lost: Collection[int]) -> list[RebuildCost]:
+def costs(
+    placement: Placement, have: Collection[int], lost: Collection[int], sections: Collection[int] = ()
+) -> list[RebuildCost]:
     """Returns the cost to rebuild the slots of `lost`, one entry a cell, ascending.
 
     Args:
         placement: of the epoch that wrote the version.
         have: ranks whose slot is at hand.
         lost: ranks whose slots are rebuilt; none of them in `have`.
+        sections: as of `rebuild_plan`.
 
     Raises:
         ValueError: a stripe can't be decoded from these slots.
     """
     by_cell: dict[int, RebuildCost] = {}
-    for operation in rebuild_plan(placement, have, lost, WHOLE_SHARDS).operations(DAEMON):
+    for operation in rebuild_plan(placement, have, lost, WHOLE_SHARDS, sections).operations(DAEMON):
         if not isinstance(operation, (ReadOperation, DecodeOperation)) or operation.slice is None:
             continue
-        lane = operation.slice.lane
+        lane, width = operation.slice.lane, operation.slice.lane.code.w * operation.slice.width
         cost = by_cell.setdefault(lane.cell, RebuildCost(lane.cell))
         if isinstance(operation, ReadOperation):
             cost.read[operation.owner] = cost.read.get(operation.owner, 0) + operation.nbytes
             continue
-        data = sum(made.shard < lane.code.k for made in operation.slice.made) * lane.shard_bytes
-        computed = len(operation.slice.made) * lane.shard_bytes
+        data = sum(made.shard < lane.code.k for made in operation.slice.made) * width
+        computed = len(operation.slice.made) * width
         if lane.code.k == 1:
             cost.copied += computed
         else:
@@ -87,7 +100,9 @@ def costs(placement: Placement, have: Collection[int], lost: Collection[int]) ->
 
 
 def chunk_sources(plan: TransferPlan, owner: int, chunk: int) -> tuple[list[int], list[int]]:
-    """Returns the lanes of a made chunk, and the ranks that it is made from.
+    """Returns the lanes of a made chunk, and the slots that it is made from.
+
+    A chunk of unreplicated leaves is in no cell's lane. Of its slots, some are parity numbers.
 
     Args:
         plan: from `rebuild_plan`.
@@ -102,4 +117,7 @@ def chunk_sources(plan: TransferPlan, owner: int, chunk: int) -> tuple[list[int]
             shards = stripe_reads(placement, block.lane, plan.readers.reader_of)[block.stripe]
             lanes.add(block.lane)
             ranks |= {lane.members[lane.member_of(block.stripe, shard)] for shard in shards}
+    for piece in section_pieces(placement, owner) if owner in plan.sections else ():
+        if piece.made.offset < end and begin < piece.made.offset + piece.nbytes:
+            ranks |= {each.owner for each in piece.inputs.values()}
     return sorted(lanes), sorted(ranks)

@@ -657,15 +657,17 @@ class SlotSource(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[int] = ..., slot: _Optional[str] = ...) -> None: ...
 
 class LostRank(_message.Message):
-    __slots__ = ("rank", "keeper")
+    __slots__ = ("rank", "keeper", "section")
     RANK_FIELD_NUMBER: _ClassVar[int]
     KEEPER_FIELD_NUMBER: _ClassVar[int]
+    SECTION_FIELD_NUMBER: _ClassVar[int]
     rank: int
     keeper: int
-    def __init__(self, rank: _Optional[int] = ..., keeper: _Optional[int] = ...) -> None: ...
+    section: bool
+    def __init__(self, rank: _Optional[int] = ..., keeper: _Optional[int] = ..., section: bool = ...) -> None: ...
 
 class RebuildRequest(_message.Message):
-    __slots__ = ("manifest", "base_manifest", "decision", "version", "node_index", "nodes", "slots", "lost", "onto", "guard_manifest")
+    __slots__ = ("manifest", "base_manifest", "decision", "version", "node_index", "nodes", "slots", "lost", "onto", "guard_manifest", "parity")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
@@ -676,6 +678,7 @@ class RebuildRequest(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     ONTO_FIELD_NUMBER: _ClassVar[int]
     GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    PARITY_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     base_manifest: Manifest
     decision: Decision
@@ -686,7 +689,8 @@ class RebuildRequest(_message.Message):
     lost: _containers.RepeatedCompositeFieldContainer[LostRank]
     onto: Node
     guard_manifest: Manifest
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., node_index: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., slots: _Optional[_Iterable[_Union[SlotSource, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[LostRank, _Mapping]]] = ..., onto: _Optional[_Union[Node, _Mapping]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+    parity: _containers.RepeatedCompositeFieldContainer[SlotSource]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., node_index: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., slots: _Optional[_Iterable[_Union[SlotSource, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[LostRank, _Mapping]]] = ..., onto: _Optional[_Union[Node, _Mapping]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., parity: _Optional[_Iterable[_Union[SlotSource, _Mapping]]] = ...) -> None: ...
 
 class DamagedSlot(_message.Message):
     __slots__ = ("node", "slot")

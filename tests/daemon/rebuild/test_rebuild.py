@@ -432,7 +432,7 @@ def test_decoded_data_is_compared_with_the_saved_digests(start):
         done = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
         assert done.exit_code == 1
         assert "the decoded data of rank 1" in done.stderr
-        assert "in lane 0, made from ranks 0, 2, 3 on n0, n2, n3, twice." in done.stderr
+        assert "in lane 0, made from rank 0, rank 2, rank 3 on n0, n2, n3, twice." in done.stderr
         assert not list(spare.folder.glob("job/*"))
         assert spare.call("Status", pb.StatusRequest()).held_bytes == 0
 

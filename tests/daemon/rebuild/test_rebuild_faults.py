@@ -26,7 +26,7 @@ from reft_daemon.registry import Registry, RetentionTimes
 from tests.support.daemons import DaemonProcess
 
 WRONG = "the decoded data of rank 3, step 1 (epoch 1), is not what was saved"
-SOURCES = "in lane 0, made from ranks 0, 1, 2 on n0, n1, n2"
+SOURCES = "in lane 0, made from rank 0, rank 1, rank 2 on n0, n1, n2"
 
 
 class FlippingChannels(PeerChannels):
