@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from reft.client.restore.decode import StripeDecoder
 from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
 from reft.client.restore.opened import OldRank, RestoreMatch
-from reft.client.restore.restore import inline_leaves
+from reft.client.restore.restore import inline_leaves, slot_bytes
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.verify import PeerMessages, chunk_verifier
@@ -19,8 +20,9 @@ from reft.core.layout.layout import pack
 from reft.core.recovery.gather import group_lanes, undecodable
 from reft.core.recovery.plan import SlotReaders, TransferPlan, TransferSizes, is_made
 from reft.core.recovery.shard_matching import ShardMatch, UnforeseenLeaves, match, pieces_of, wanted_leaves
+from reft.core.recovery.stripes import parity_number
 from tests.support.shapes import Shape, placement_for
-from tests.support.shards import Postbox, Tensors, make_slot, on_all, plain_bytes
+from tests.support.shards import Postbox, Tensors, make_parity, make_slot, on_all, plain_bytes
 
 CHUNK = 4096
 SMALL = TransferSizes(piece=8 << 10, band=32 << 10, window=32 << 10, ahead=16 << 10)
@@ -30,11 +32,13 @@ class Move:
     """The state of a job of one shape, to restore into another shape."""
 
     def __init__(self, whole: Tensors, old: Shape, new: Shape, domains: Sequence[int], scheme: str = "auto",
-                 tolerate: int | None = 1, own: Sequence[str] = ()) -> None:  # fmt: skip
+                 tolerate: int | None = 1, own: Sequence[str] = (), slots: int = 0) -> None:  # fmt: skip
         self.whole, self.old, self.new, self.domains = whole, old, new, domains
         self.before, tensors = old.states(whole)
-        self.placement = placement_for(self.before, domains, scheme, tolerate, CHUNK, own)
+        self.placement = placement_for(self.before, domains, scheme, tolerate, CHUNK, own, slots)
         self.slots = [make_slot(self.placement, rank, tensors[rank]) for rank in range(old.world)]
+        guarded = [rank for lane in self.placement.guard_lanes for rank in lane.members]
+        self.parity = {rank: make_parity(self.placement, rank, self.slots) for rank in guarded}
         division = self.placement.division
         self.inline_leaves = [
             {
@@ -57,18 +61,28 @@ class Move:
         """Returns whether the state is complete without these ranks' slots."""
         have = np.ones(self.old.world, np.bool_)
         have[list(ranks)] = False
-        has_unreplicated = any(self.placement.rank_placement(rank).unreplicated.leaves for rank in ranks)
-        return not has_unreplicated and not undecodable(group_lanes(self.placement.lanes), have)
+        sections = self.sections(ranks)
+        lost = Counter(place[0] for rank in ranks if (place := self.placement.guard_lane_of(rank)))
+        is_guarded = all(place and lost[place[0]] == 1 for place in map(self.placement.guard_lane_of, sections))
+        return is_guarded and not undecodable(group_lanes(self.placement.lanes), have)
+
+    def sections(self, lost: Collection[int]) -> list[int]:
+        """Returns the lost ranks with unreplicated leaves."""
+        return [rank for rank in lost if self.placement.rank_placement(rank).unreplicated.leaves]
 
     def plan(self, lost: Collection[int] = (), nodes: Mapping[str, Sequence[int]] | None = None,
              sizes: TransferSizes = SMALL) -> TransferPlan:  # fmt: skip
         shard_match = self.match()
         assert not shard_match.problems, shard_match.problems
         have = {rank: f"node{self.domains[rank]}" for rank in range(self.old.world) if rank not in lost}
+        sections = self.sections(lost)
+        lanes = {place[0] for rank in sections if (place := self.placement.guard_lane_of(rank))}
+        for rank in (rank for lane in lanes for rank in self.placement.guard_lanes[lane].members if rank not in lost):
+            have[parity_number(self.placement, rank)] = f"node{self.domains[rank]}"
         where = nodes or {f"node{rank}": [rank] for rank in range(self.new.world)}
         readers = SlotReaders.of(have, where, self.old.world)
         made = [old for old in lost if is_made(self.placement, old)]
-        return TransferPlan(shard_match.needs, self.placement, readers, made, sizes=sizes)
+        return TransferPlan(shard_match.needs, self.placement, readers, made, sizes=sizes, sections=sections)
 
     def load(self, lost: Collection[int] = (), nodes: Mapping[str, Sequence[int]] | None = None, sizes: TransferSizes = SMALL,
              box: Postbox | None = None, decoder: StripeDecoder | None = None) -> list[Any]:  # fmt: skip
@@ -82,17 +96,22 @@ class Move:
             layout = pack(leaves)
             offsets = {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)}
             target = LiveTarget(FlatTensorView(layout.leaves, layout.offsets, self.live[rank]), offsets)
+            parity = {parity_number(self.placement, old): slot for old, slot in self.parity.items()}
             slots = {
-                old: SlotReader(self.slots[old], self.placement.rank_placement(old).data_bytes, lambda _: None)
-                for old in plan.owners
-                if old not in lost and plan.readers.is_near(old, rank)
+                number: SlotReader(slot, slot_bytes(self.placement, number), lambda _: None)
+                for number, slot in {**dict(enumerate(self.slots)), **parity}.items()
+                if number in plan.slots_read and number not in lost and plan.readers.is_near(number, rank)
             }
             kept = [old for old, keeper in plan.readers.keeper_of.items() if keeper == rank]
             capsules = {old: OldRank({"riders": self.inline_leaves[old]}, ()) for old in kept}
             inline = inline_leaves(RestoreMatch(capsules, (), (plan,), layout, {}, {}))
             digests = {old: self.slots[old].digests[: self.slots[old].chunks].tobytes() for old in kept}
-            verifiers = {old: chunk_verifier(self.placement, old, digests[old]) for old in kept if old in plan.lost}
-            peers = PeerMessages(box.of(rank), rank)
+            verifiers = {
+                old: chunk_verifier(self.placement, old, digests[old], old in plan.made, old in plan.sections)
+                for old in kept
+                if old in plan.made or old in plan.sections
+            }
+            peers = PeerMessages(box.of(rank), rank, self.old.world)
             made = decoder or StripeDecoder()
             executor = TransferExecutor(sizes, CHUNK, peers, slots, target, made, inline, verifiers)
             return executor.load(plan.operations(rank))

@@ -81,13 +81,14 @@ class Shape:
 
 def placement_for(
     leaves: Sequence[Sequence[Leaf]], domains: Sequence[int], scheme: Any, tolerate: int | None, chunk_bytes: int,
-    own: Sequence[str] = (),
+    own: Sequence[str] = (), slots: int = 0,
 ) -> Placement:  # fmt: skip
     """Returns the placement of a job whose ranks have these leaves.
 
     Args:
         leaves: the leaves of each rank.
         own: names of mismatched leaves, which stay unreplicated.
+        slots: of each rank; from four on, unreplicated leaves are exchanged.
     """
     layouts: dict[bytes, Layout] = {}
     index = []
@@ -96,7 +97,7 @@ def placement_for(
         layouts[layout.digest] = layout
         index.append(layout.digest)
     inline_bytes_max = INLINE_BYTES_MAX if len(set(domains)) > 1 else 0
-    return place(divide(layouts, index, own, inline_bytes_max), domains, scheme, tolerate, chunk_bytes)
+    return place(divide(layouts, index, own, inline_bytes_max), domains, scheme, tolerate, chunk_bytes, slots)
 
 
 def whole_state(rng: random.Random, count: int, elements: int) -> Tensors:

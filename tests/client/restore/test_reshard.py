@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from reft.client.restore.executor import NO_RANK, LoadReport
+from reft.client.restore.restore import damaged_at_load
 from reft.wire.slot_format import chunk_digest
 from tests.support.loads import CLEAN
 from tests.support.moves import CHUNK, ROWS, Move, replicated, rows
@@ -23,7 +24,8 @@ def test_any_shape_is_restored_into_any_other(seed):
     old, new = random_shape(rng, whole), random_shape(rng, whole)
     per_node = rng.choice((1, 1, 2, 3))
     domains = [rank // per_node for rank in range(old.world)]
-    move = Move(whole, old, new, domains, rng.choice(("auto", "aec", "arc", "none")), rng.choice((None, 1, 2)))
+    move = Move(whole, old, new, domains, rng.choice(("auto", "aec", "arc", "none")), rng.choice((None, 1, 2)),
+                slots=4)  # fmt: skip
     nodes: dict[str, list[int]] = {}
     for rank in range(new.world):
         nodes.setdefault(f"node{rng.randrange(new.world + 1)}", []).append(rank)
@@ -145,6 +147,33 @@ def test_every_tolerated_loss_is_restored_and_every_other_is_refused(D, f, schem
                 results = move.load(lost, box=Postbox(deadline_s=5.0))
                 assert count > f
                 assert all(isinstance(result, ValueError) for result in results), (lost, results)
+
+
+LARGE = {
+    "w": torch.arange(1201 * 330, dtype=torch.float32).reshape(1201, 330).add(0.5),
+    "v": torch.arange(160_011).to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("D", range(2, 7))
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_lost_shards_without_replicas_are_decoded_from_guard_lanes(D, new):
+    move = Move(LARGE, rows(D), rows(new), range(D), slots=4)
+    assert not move.placement.lanes and len(move.placement.guard_lanes) == 1
+    for lost in range(D):
+        assert move.can_lose([lost])
+        assert move.load([lost]) == [CLEAN] * new, lost
+        assert move.is_whole(), lost
+
+
+def test_damage_of_the_sources_of_a_lost_section_is_found():
+    move = Move(LARGE, rows(3), rows(2), range(3), slots=4)
+    move.parity[1].data[9] ^= 1
+    assert damaged_at_load(move.load([0]), False) == (3 + 1,)
+    move = Move(LARGE, rows(3), rows(2), range(3), slots=4)
+    move.slots[2].data[move.placement.rank_placement(2).unreplicated_offset] ^= 1
+    assert damaged_at_load(move.load([0]), False) == (2,)
+    assert damaged_at_load(move.load([1]), False) == (2,)
 
 
 @pytest.mark.parametrize("lost", [(), (2,), (0, 3)])

@@ -111,7 +111,8 @@ def random_move(seed: int) -> Plans:
     if seed % 2:  # replicas, so that a lost node can be lost
         old = Shape((rng.randint(3, 6) * per_node,), dict.fromkeys(whole, (None,)), {}, {})
     domains = [rank // per_node for rank in range(old.world)]
-    move = Move(whole, old, new, domains, rng.choice(("auto", "aec", "arc", "none")), rng.choice((None, 1, 2)))
+    move = Move(whole, old, new, domains, rng.choice(("auto", "aec", "arc", "none")), rng.choice((None, 1, 2)),
+                slots=4)  # fmt: skip
     nodes: dict[str, list[int]] = {}
     for rank in range(new.world):
         nodes.setdefault(f"node{rng.randrange(new.world + 1)}", []).append(rank)
