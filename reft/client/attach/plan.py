@@ -225,14 +225,17 @@ def make_plan(
         ident: id of the new epoch.
     """
     decisions = list(survey.inventory.decisions.values())
-    decision = Decision(next_epoch(decisions, survey.held, ident), recovery.base, known_to(decisions))
     manifest = pb.Manifest()
     manifest.CopyFrom(description.manifest)
     if survey.manifest is not None:
         manifest.token = survey.manifest.token  # a job keeps its token
     manifest.trained_s, manifest.failures = survey.inventory.history
     manifest.mismatched.extend(mismatched)
-    return AttachPlan(recovery, decision, manifest, place(manifest, description.division), survey)
+    placement = place(manifest, description.division)
+    # An epoch that exchanges nothing protects no later version, so the guard would stay for ever.
+    guard = recovery.guard if placement.guard_lanes else None
+    decision = Decision(next_epoch(decisions, survey.held, ident), recovery.base, known_to(decisions), guard)
+    return AttachPlan(recovery, decision, manifest, placement, survey)
 
 
 def place(manifest: pb.Manifest, division: Division) -> Placement:

@@ -64,7 +64,13 @@ def restored(
         lost = sorted({node.name for node in before.nodes for rank in node.ranks if rank in plan.capsules})
         lines.append(
             f"the state of ranks {sorted(plan.capsules)[:8]} on {', '.join(lost)} was decoded from the other nodes; "
-            "the next snapshot protects it again."
+            f"{'a later snapshot' if plan.sections else 'the next snapshot'} protects it again."
+        )
+    if plan.sections and base is not None:
+        holders = sorted({job_survey.names[held.node] for held in plan.parity.values()})
+        lines.append(
+            f"leaves that only ranks {list(plan.sections[:8])} held came from parity of step {base.step} on "
+            f"{', '.join(holders[:8])}."
         )
     for shortfall in plan.partial[:3]:
         ranks = ", ".join(map(str, shortfall.ranks[:8]))
