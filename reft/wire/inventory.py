@@ -152,7 +152,16 @@ class JobSurvey:
         """Returns the losses that the state survives now. The nodes have the names of `names`."""
         held = [replace(slot, node=self.names[slot.node]) for slot in self.held]
         copies = [replace(copy, node=self.names[copy.node]) for copy in self.copies]
-        return protection(held, copies, self.placements, self.decision, self.inventory.domains)
+        parity = [replace(slot, node=self.names[slot.node]) for slot in self.parity]
+        return protection(held, copies, self.placements, self.decision, self.inventory.domains, parity)
+
+    def plan_without(self, lost: Collection[str]) -> RecoveryPlan:
+        """Returns the recovery plan after the loss of the nodes of these names."""
+        gone = {ident for ident, name in self.names.items() if name in lost}
+        held = [slot for slot in self.held if slot.node not in gone]
+        copies = [copy for copy in self.copies if copy.node not in gone]
+        parity = [slot for slot in self.parity if slot.node not in gone]
+        return recovery.plan(held, copies, self.placements, self.decision, parity=parity)
 
     def plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
         """Returns the recovery plan.

@@ -249,6 +249,16 @@ def lane_partners(placement: Placement, rank: int, unreplicated_bytes: int) -> t
     return tuple(member for member in placement.guard_lanes[where[0]].members if member != rank)
 
 
+def sealed_parity(parity: Iterable[HeldParity], placement: Placement) -> dict[int, HeldParity]:
+    """Returns rank → its sealed parity of the rank's guard lane, from headers of one version."""
+    return _Evidence(parities=[*parity]).parity(placement)
+
+
+def _is_of_its_lane(parity: HeldParity, placement: Placement) -> bool:
+    where = placement.guard_lane_of(parity.rank)
+    return where is not None and parity.layout == placement.guard_lanes[where[0]].digest
+
+
 def _gives_back(copy: HeldCapsule, evidence: _Evidence, placement: Placement) -> bool:
     """Whether a lost rank's capsule, with its guard lane if needed, replaces its slot."""
     if not copy.unreplicated_bytes:
@@ -320,12 +330,7 @@ class _Evidence:
 
     def parity(self, placement: Placement) -> dict[int, HeldParity]:
         """Returns rank → its sealed parity of the rank's guard lane in this placement."""
-        lane_of = placement.guard_lane_of
-        return self._first_sealed(
-            each
-            for each in self.parities
-            if (where := lane_of(each.rank)) and each.layout == placement.guard_lanes[where[0]].digest
-        )
+        return self._first_sealed(each for each in self.parities if _is_of_its_lane(each, placement))
 
     @cached_property
     def copies_of(self) -> dict[int, list[HeldCapsule]]:

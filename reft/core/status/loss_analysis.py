@@ -1,13 +1,14 @@
 """Decides which losses the state survives now, and the lost parts otherwise.
 
     nodes of each rank's newest whole slot ─┐                ┌─► each node, pair of nodes, domain:
-    nodes of its capsules                   ├─► LossAnalysis ┤   survived, or lost
+    nodes of its capsules, of its parity    ├─► LossAnalysis ┤   survived, or lost
     its unreplicated bytes                  ┘                ├─► how many of any may vanish
                                                              └─► what if these vanish
 
 A *unit* is a node (or a domain): all ranks and capsules of a unit vanish together. A loss is
 survived under two conditions. Each stripe of each lane keeps k of its k + f shards. Each rank keeps
-its slot, or a capsule if the slot had no unreplicated leaves.
+its slot, or a capsule. If its slot had unreplicated leaves, the capsule counts only together with
+the *sources* of these leaves: slot and parity of all other members of the rank's guard lane.
 
 Invariants
   1. The results equal what recovery.plan would find after that loss. Tests compare them by brute
@@ -21,15 +22,17 @@ members, not with the number of losses asked.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reft.core.coding.placement import Placement
 from reft.core.recovery.gather import LaneGroup, group_lanes, lost_shards, undecodable
+from reft.core.recovery.recovery import lane_partners
 
 PAIRS_MAX = 256  # nodes: up to so many, every pair is tried; 32,640 pairs take about a second
 NO_UNIT = -1
@@ -42,7 +45,7 @@ class LossReport:
     Attributes:
         lanes: indices of the lanes that can't be decoded, ascending.
         bare: ranks without slot and capsule, ascending.
-        unreplicated: lost ranks whose slot held unreplicated leaves, ascending.
+        unreplicated: lost ranks with unreplicated leaves that nothing gives back, ascending.
         words: a sentence.
     """
 
@@ -90,6 +93,7 @@ class LossAnalysis:
         copies: rank → nodes that keep its capsule, besides its own.
         unreplicated: rank → bytes that only its own slot holds; 0 if missing.
         domains: node → its failure domain; a missing node is a domain of its own.
+        parity: rank → node of its sealed parity of the version; without those that are lost.
     """
 
     placement: Placement
@@ -97,12 +101,20 @@ class LossAnalysis:
     copies: Mapping[int, Collection[str]]
     unreplicated: Mapping[int, int]
     domains: Mapping[str, str]
+    parity: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def all_nodes(self) -> tuple[str, ...]:
         """Returns every known node, sorted."""
         return tuple(
-            sorted({*self.slots.values(), *self.domains, *(n for nodes in self.copies.values() for n in nodes)})
+            sorted(
+                {
+                    *self.slots.values(),
+                    *self.domains,
+                    *self.parity.values(),
+                    *(n for nodes in self.copies.values() for n in nodes),
+                }
+            )
         )
 
     def what_if(self, lost: Collection[str]) -> LossReport | None:
@@ -115,11 +127,13 @@ class LossAnalysis:
         have = np.array([rank in self.slots and self.slots[rank] not in lost for rank in range(world)], np.bool_)
         lanes = undecodable(self._groups, have)
         lost_ranks = np.flatnonzero(~have).tolist()
-        unreplicated = tuple(rank for rank in lost_ranks if self.unreplicated.get(rank))
-        bare = tuple(
+        unreplicated = tuple(
             rank
             for rank in lost_ranks
-            if not self.unreplicated.get(rank) and lost.issuperset(self.copies.get(rank, ()))
+            if self.unreplicated.get(rank) and not self._gives_back(rank, lambda node: node not in lost)
+        )
+        bare = tuple(
+            rank for rank in lost_ranks if rank not in unreplicated and lost.issuperset(self.copies.get(rank, ()))
         )
         if not (lanes or bare or unreplicated):
             return None
@@ -150,6 +164,9 @@ class LossAnalysis:
         for homes in units.homes:
             if len(homes) == 2:
                 fatal[tuple(homes)] = True
+        for guard in units.guards.values():
+            if guard.slot != NO_UNIT:
+                fatal[guard.slot, [unit for unit in guard.sources if unit != NO_UNIT]] = True
         first, second = np.nonzero(np.triu(fatal | fatal.T, 1))
         names = units.names
         fatal_pairs = tuple((names[i], names[j]) for i, j in zip(first.tolist(), second.tolist(), strict=True))
@@ -161,7 +178,8 @@ class LossAnalysis:
         It is -1 after a loss for good. It is the least number over all lanes, stripes and ranks. A
         stripe bears the loss of f shards, less the shards already lost. A rank bears the loss of
         all but one of the domains that keep its slot or its capsule. If its slot held unreplicated
-        leaves, the rank bears none.
+        leaves, the rank bears the loss of one domain: that of its slot, or of a source. Without
+        sources it bears none.
         """
         return _tolerated(self._by_domain, self._groups)
 
@@ -184,9 +202,29 @@ class LossAnalysis:
         units = [number[label[self.slots[rank]]] if rank in self.slots else NO_UNIT for rank in range(world)]
         homes = []
         for rank, unit in enumerate(units):
-            copies = () if self.unreplicated.get(rank) else self.copies.get(rank, ())
+            copies = () if self.unreplicated.get(rank) and not self._partners(rank) else self.copies.get(rank, ())
             homes.append({number[label[node]] for node in copies} | ({unit} - {NO_UNIT}))
-        return _Units(names, np.array(units, np.int32), homes)
+        guards = {
+            rank: _Guard(
+                units[rank], frozenset(number[label[node]] if node else NO_UNIT for node in self._sources(rank))
+            )
+            for rank in range(world)
+            if self.unreplicated.get(rank) and self._partners(rank)
+        }
+        return _Units(names, np.array(units, np.int32), homes, guards)
+
+    def _partners(self, rank: int) -> tuple[int, ...]:
+        return lane_partners(self.placement, rank, self.unreplicated.get(rank, 0))
+
+    def _sources(self, rank: int) -> Iterator[str | None]:
+        """Yields the nodes of the sources of a rank's unreplicated leaves; None: lost already."""
+        for partner in self._partners(rank):
+            yield self.slots.get(partner)
+            yield self.parity.get(partner)
+
+    def _gives_back(self, rank: int, is_left: Callable[[str], bool]) -> bool:
+        """Whether all sources of a rank's unreplicated leaves are left."""
+        return bool(self._partners(rank)) and all(node is not None and is_left(node) for node in self._sources(rank))
 
     def _singles(self, units: _Units) -> list[UnitLoss]:
         already = self.what_if(())
@@ -201,7 +239,11 @@ class LossAnalysis:
                         lanes[unit].add(lane)
         for rank, homes in enumerate(units.homes):
             if len(homes) == 1:
-                (unreplicated if self.unreplicated.get(rank) else bare)[min(homes)].add(rank)
+                is_alone = self.unreplicated.get(rank) and rank not in units.guards
+                (unreplicated if is_alone else bare)[min(homes)].add(rank)
+        for rank, guard in units.guards.items():
+            for unit in guard.singles():
+                unreplicated[unit].add(rank)
         return [UnitLoss(name, self._words(lanes[i], bare[i], unreplicated[i])) for i, name in enumerate(units.names)]
 
     def _words(self, lanes: _Count, bare: _Count, unreplicated: _Count) -> str:
@@ -235,6 +277,30 @@ class _Count:
     @property
     def ranks(self) -> str:
         return f"rank {self.first}" + (f" and {self.count - 1} more" if self.count > 1 else "")
+
+
+class _Guard(NamedTuple):
+    """Where a rank's unreplicated leaves lie. NO_UNIT stands for what is lost already.
+
+    Attributes:
+        slot: unit of the rank's slot.
+        sources: units of the sources that give the leaves back without the slot.
+    """
+
+    slot: int
+    sources: frozenset[int]
+
+    def singles(self) -> Collection[int]:
+        """Returns the units whose loss alone loses the leaves; they are not lost already."""
+        if self.slot == NO_UNIT:
+            return self.sources
+        return (self.slot,) if self.slot in self.sources or NO_UNIT in self.sources else ()
+
+    def tolerated(self) -> int:
+        """Returns how many units, whichever they are, may vanish."""
+        if self.slot == NO_UNIT:
+            return -1 if NO_UNIT in self.sources else 0
+        return 0 if self.singles() else 1
 
 
 @dataclass(frozen=True)
@@ -281,11 +347,13 @@ class _Units:
         names: of the units, sorted.
         unit_of: int32 [rank], unit of the rank's slot; NO_UNIT if it has none.
         homes: for each rank the units that hold its own state; one of them must survive.
+        guards: of the ranks whose unreplicated leaves their guard lane gives back.
     """
 
     names: tuple[str, ...]
     unit_of: NDArray[np.int32]
     homes: Sequence[Collection[int]]
+    guards: Mapping[int, _Guard]
 
     def patterns(self, group: LaneGroup) -> Iterator[tuple[_Pattern, NDArray[np.int64], NDArray[np.int32]]]:
         """Yields each pattern of members in units, with its lanes.
@@ -326,4 +394,5 @@ def _pattern(places: NDArray[np.int64], group: LaneGroup) -> _Pattern:
 
 def _tolerated(units: _Units, groups: Sequence[LaneGroup]) -> int:
     lanes = (pattern.tolerated() for group in groups for pattern, _, _ in units.patterns(group))
-    return min([len(units.names), *lanes, *(len(homes) - 1 for homes in units.homes)])
+    guards = (guard.tolerated() for guard in units.guards.values())
+    return min([len(units.names), *lanes, *guards, *(len(homes) - 1 for homes in units.homes)])

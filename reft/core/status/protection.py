@@ -15,13 +15,13 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from reft.core.coding.placement import Exposure, Lane, Placement, exposures
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan, plan
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan, plan, sealed_parity
 from reft.core.status.loss_analysis import LossAnalysis
 
 
@@ -36,12 +36,12 @@ class ProtectionGroup:
     """All lanes of one code among equally many domains.
 
     Attributes:
-        scheme: "aec" (coded), "arc" (copied) or "none" (stored once).
+        scheme: "aec" (coded), "arc" (copied), "none" (stored once) or "exchange".
         domains: number of failure domains that share the lanes.
         k: data shards of a stripe.
         f: parity shards of a stripe; f shards may be lost.
         nbytes: bytes of the state, each counted once.
-        cells: number of cells.
+        cells: number of cells; of the exchange: of lanes.
     """
 
     scheme: str
@@ -69,6 +69,8 @@ class Protection:
             would; None: too many pairs to try them all.
         domains: number of failure domains of these nodes.
         fatal_domains: the domains whose loss alone would lose the version.
+        newest: the newest version that can be restored now. It is newer than `version` if parity of
+            it is not made yet: then it survives the loss of processes only.
     """
 
     version: Version | None
@@ -82,6 +84,7 @@ class Protection:
     fatal_pairs: tuple[tuple[str, str], ...] | None = ()
     domains: int = 0
     fatal_domains: tuple[str, ...] = ()
+    newest: Version | None = None
 
     @property
     def word(self) -> ProtectionWord:
@@ -96,8 +99,9 @@ def protection(
     placements: Mapping[Epoch, Placement],
     decision: Decision | None,
     domains: Mapping[str, str],
+    parity: Collection[HeldParity] = (),
 ) -> tuple[Protection, LossAnalysis | None] | None:
-    """Returns the protection now, for the newest version that is stored as placed.
+    """Returns the protection now, for the newest version that is stored as placed, parity included.
 
     If no version is stored as placed, the newest one that can be restored is used. A step that is
     being sealed can be restored before it is protected, so such a step is not what a loss would
@@ -109,6 +113,7 @@ def protection(
         placements: as of `recovery.plan`.
         decision: as of `recovery.plan`.
         domains: node that answers → its failure domain.
+        parity: as of `recovery.plan`.
 
     Returns:
         None if no placement is known. The loss analysis is None if nothing can be restored.
@@ -121,12 +126,17 @@ def protection(
     for version in sorted(versions, key=lambda version: (*version.order, version.epoch.ident), reverse=True):
         slots = [slot for slot in held if slot.version == version]
         capsules_of = [copy for copy in copies if copy.version == version]
-        recovery_plan = plan(slots, capsules_of, placements, decision)
+        parity_slots = [each for each in parity if each.version == version]
+        recovery_plan = plan(slots, capsules_of, placements, decision, parity=parity_slots)
         if recovery_plan.base is None:
             continue
         placement = placements[version.epoch]
-        loss_analysis = _loss_analysis(recovery_plan, capsules_of, placement, domains)
-        candidates.append((_protection_of(version, placement, loss_analysis), loss_analysis))
+        parity_nodes = {rank: each.node for rank, each in sealed_parity(parity_slots, placement).items()}
+        loss_analysis = _loss_analysis(recovery_plan, capsules_of, parity_nodes, placement, domains)
+        newest_held = candidates[0][0].newest if candidates else version
+        candidates.append(
+            (replace(_protection_of(version, placement, loss_analysis), newest=newest_held), loss_analysis)
+        )
         if candidates[-1][0].tolerated >= candidates[-1][0].meant:
             return candidates[-1]
     if candidates:
@@ -146,7 +156,11 @@ def _protection_of(version: Version, placement: Placement, loss_analysis: LossAn
 
 
 def _loss_analysis(
-    recovery_plan: RecoveryPlan, copies: Iterable[HeldCapsule], placement: Placement, domains: Mapping[str, str]
+    recovery_plan: RecoveryPlan,
+    copies: Iterable[HeldCapsule],
+    parity: Mapping[int, str],
+    placement: Placement,
+    domains: Mapping[str, str],
 ) -> LossAnalysis:
     capsule_nodes: dict[int, set[str]] = {}
     unreplicated: dict[int, int] = {}
@@ -158,7 +172,7 @@ def _loss_analysis(
         # layout's prediction is the best known value.
         unreplicated.setdefault(rank, placement.division.unreplicated_bytes[digest])
     slots = {rank: held.node for rank, held in recovery_plan.sources.items()}
-    return LossAnalysis(placement, slots, capsule_nodes, unreplicated, domains)
+    return LossAnalysis(placement, slots, capsule_nodes, unreplicated, domains, parity)
 
 
 def groups(placement: Placement) -> tuple[ProtectionGroup, ...]:
@@ -169,6 +183,10 @@ def groups(placement: Placement) -> tuple[ProtectionGroup, ...]:
         key = (_scheme(lane), lane.D, lane.code.k, lane.code.f)
         nbytes[key] = nbytes.get(key, 0) + lane.nbytes
         cells.setdefault(key, set()).add(lane.cell)
+    for number, guard in enumerate(placement.guard_lanes):
+        key = ("exchange", guard.D, guard.code.k, guard.code.f)
+        nbytes[key] = nbytes.get(key, 0) + sum(guard.sizes)
+        cells.setdefault(key, set()).add(number)
     protection_groups = [ProtectionGroup(*key, nbytes[key], len(cells[key])) for key in nbytes]
     return tuple(
         sorted(protection_groups, key=lambda group: (-group.nbytes, group.scheme, group.domains, group.k, group.f))
@@ -178,9 +196,11 @@ def groups(placement: Placement) -> tuple[ProtectionGroup, ...]:
 def meant(placement: Placement) -> int:
     """Returns how many domains may vanish while all bytes lie as placed."""
     division = placement.division
-    if any(division.unreplicated_bytes[digest] for digest in division.layout_of):
-        return 0  # unreplicated leaves are lost with their node
-    return min((lane.code.f for lane in placement.lanes), default=0)
+    owners = [rank for rank, digest in enumerate(division.layout_of) if division.unreplicated_bytes[digest]]
+    if any(placement.guard_lane_of(rank) is None for rank in owners):
+        return 0  # unreplicated leaves in no guard lane are lost with their node
+    lanes = (*placement.lanes, *placement.guard_lanes)
+    return min((lane.code.f for lane in lanes), default=0)
 
 
 def _scheme(lane: Lane) -> str:

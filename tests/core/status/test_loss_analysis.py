@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.recovery import HeldCapsule, HeldSlot, plan
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, plan
 from reft.core.status import loss_analysis
 from reft.core.status.loss_analysis import LossAnalysis, PairLosses
 
@@ -54,7 +55,12 @@ def by_plan(it: LossAnalysis, lost: Collection[str]) -> bool:
         for n in nodes
         if n not in lost
     ]
-    return plan(held, copies, {EPOCH: it.placement}, Decision(EPOCH, None)).base is not None
+    parity = [
+        HeldParity(n, r, f"p{r}", SlotState.SEALED, VERSION, it.placement.guard_lanes[where[0]].digest)
+        for r, n in it.parity.items()
+        if n not in lost and (where := it.placement.guard_lane_of(r))
+    ]
+    return plan(held, copies, {EPOCH: it.placement}, Decision(EPOCH, None), parity=parity).base is not None
 
 
 def check(it: LossAnalysis) -> None:
@@ -145,6 +151,63 @@ NAMES = st.sampled_from(["n0", "n1", "n2", "n3", "n4"])
 def test_any_arrangement_of_slots_and_capsules(code, slots, copies, kept, domains):
     """Also tries slots of several domains on one node, which no placement makes."""
     check(LossAnalysis(placed(range(6), *code), slots, copies, kept, domains))
+
+
+OWN_BYTES = 1 << 17
+
+
+def guarded(per_node: int, nodes: int, others: Collection[str] = ("shared",)) -> Placement:
+    """Returns a placement in which each rank has a leaf of its own, and all have the others."""
+    shared = [Leaf(name, "uint8", (4096,), (1,), 4096, False, (4096,), (0,)) for name in others]
+    layouts = [
+        pack([*shared, Leaf(f"own{r}", "uint8", (OWN_BYTES,), (1,), OWN_BYTES, False, (OWN_BYTES,), (0,))])
+        for r in range(per_node * nodes)
+    ]
+    keys = [layout.digest for layout in layouts]
+    division = divide(dict(zip(keys, layouts, strict=True)), keys)
+    return place(division, [rank // per_node for rank in range(per_node * nodes)], "auto", 1, 4096, slots=4)
+
+
+def exchanged(per_node: int, nodes: int) -> LossAnalysis:
+    """Returns the analysis of an intact job that exchanges unreplicated leaves."""
+    placement = guarded(per_node, nodes)
+    where = {rank: f"n{rank // per_node}" for rank in range(per_node * nodes)}
+    copies = {rank: {f"n{(rank // per_node + 1) % nodes}"} for rank in where}
+    return LossAnalysis(placement, where, copies, dict.fromkeys(where, OWN_BYTES), {}, where)
+
+
+@pytest.mark.parametrize(("per_node", "nodes"), [(1, 2), (1, 5), (2, 3), (3, 2)])
+def test_jobs_that_exchange_survive_any_node(per_node, nodes):
+    check(it := exchanged(per_node, nodes))
+    assert it.tolerated() == 1 and not any(verdict.words for verdict in it.nodes())
+
+
+def test_without_parity_a_node_is_lost_with_its_leaves():
+    it = exchanged(1, 3)
+    check(bare := replace(it, parity={}))
+    assert bare.tolerated() == 0 and bare.what_if(["n1"]).unreplicated == (1,)
+    check(partly := replace(it, parity={0: "n0", 1: "n1"}))
+    assert [verdict.survives for verdict in partly.nodes()] == [False, False, True]
+    assert partly.nodes()[0].words == "leaves that only rank 0 held are gone"
+    check(after := replace(it, slots={0: "n0", 2: "n2"}, parity={0: "n0", 2: "n2"}))
+    assert after.tolerated() == 0 and after.what_if(()) is None, "rank 1 is lost, and can be decoded"
+    check(unforeseen := replace(it, unreplicated={**it.unreplicated, 2: OWN_BYTES + 4}))
+    assert [verdict.survives for verdict in unforeseen.nodes()] == [True, True, False]
+
+
+NODES_OF_THREE = st.sampled_from(["n0", "n1", "n2", "n3"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([guarded(2, 3), guarded(2, 3, ()), guarded(3, 2)]),
+    st.dictionaries(st.integers(0, 5), NODES_OF_THREE, min_size=4),
+    st.dictionaries(st.integers(0, 5), NODES_OF_THREE, min_size=3),
+    st.dictionaries(st.integers(0, 5), st.frozensets(NODES_OF_THREE, min_size=1, max_size=2), min_size=5),
+    st.dictionaries(st.integers(0, 5), st.sampled_from([0, OWN_BYTES, OWN_BYTES, OWN_BYTES + 1]), min_size=4),
+)
+def test_any_arrangement_of_parity(placement, slots, parity, copies, kept):
+    check(LossAnalysis(placement, slots, copies, kept, {}, parity))
 
 
 def test_wide_stripes():
