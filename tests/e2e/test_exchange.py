@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from reft.cli.demo.clean_up import marked
 from reft.cli.demo.records import TrainingResult, compare
 from tests.e2e.test_example_losses import Example, Run
+from tests.support.netns import marked
 from tests.support.nodes import Machine, Nodes, stop_at
 
 STEPS = 60
