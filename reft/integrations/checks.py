@@ -28,10 +28,21 @@ class Tested:
     Attributes:
         package: its name on the package index.
         version: the version that `make test-trainers` installs.
+        also: another version that was tested; empty if there is none.
     """
 
     package: str
     version: str
+    also: str = ""
+
+    def need_release(self, release: str) -> None:
+        """Checks that the installed package is of this release, such as "4.57".
+
+        Raises:
+            UnsupportedState: it is of another one.
+        """
+        if not f"{self._installed()}.".startswith(f"{release}."):
+            raise self._unsupported("the loop of training differs")
 
     def need(self, owner: object, *names: str) -> None:
         """Checks that `owner` has these attributes; a dotted name is a path of attributes.
@@ -56,13 +67,26 @@ class Tested:
         if missing:
             raise self._unsupported(f"{function.__qualname__} does not take {sorted(missing)[0]!r}")
 
-    def _unsupported(self, problem: str) -> UnsupportedState:
+    def need_locals(self, function: Callable[..., Any], names: Iterable[str]) -> None:
+        """Checks that `function` has local variables with these names.
+
+        Raises:
+            UnsupportedState: one is missing.
+        """
+        missing = set(names) - set(function.__code__.co_varnames)
+        if missing:
+            raise self._unsupported(f"{function.__qualname__} has no variable {sorted(missing)[0]!r}")
+
+    def _installed(self) -> str:
         try:
-            installed = metadata.version(self.package)
+            return metadata.version(self.package)
         except metadata.PackageNotFoundError:
-            installed = "of an unknown version"
+            return "of an unknown version"
+
+    def _unsupported(self, problem: str) -> UnsupportedState:
+        tested = f"{self.version} and {self.also}" if self.also else self.version
         return UnsupportedState(
-            f"{problem} in {self.package} {installed}; this adapter was tested with {self.version}.",
+            f"{problem} in {self.package} {self._installed()}; this adapter was tested with {tested}.",
             f"pip install {self.package}=={self.version}",
         )
 

@@ -8,6 +8,11 @@
     on_epoch_end     mark of the epoch's last step
     on_train_end     close
 
+transformers 5 has a method for each epoch, and `_EpochRun` wraps that method. In 4.57 one method is
+the whole loop. It reads its place from a checkpoint before on_train_begin, so `_LoopRun` attaches
+earlier and writes the held place into a file for it. There the mark of an epoch's last step comes
+after the epoch's log and evaluation.
+
 1. A mark comes after everything that a step does. So a step that was logged and evaluated is not
    logged again. What the evaluation drew from the generators is part of the state.
 2. The order of samples is the same after a restart. A sampler without a seed of its own draws the
@@ -16,9 +21,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,7 +40,7 @@ from reft.console import say
 from reft.errors import ConfigError, UnsupportedState
 from reft.integrations.checks import PERSISTENT_WORKERS, Tested, inner_optimizer, refuse_own, this_process
 
-TESTED = Tested("transformers", "5.23.0")
+TESTED = Tested("transformers", "5.23.0", also="4.57.6")
 LOGS_HELD = 50  # newest entries of TrainerState.log_history. It grows without limit, and a capsule must not.
 STATE = (
     "epoch",
@@ -42,19 +51,22 @@ STATE = (
     "best_global_step",
     "best_model_checkpoint",
 )
-COUNTERS = (
-    "_total_loss_scalar",
-    "_globalstep_last_logged",
-    "_initial_global_step",
-    "_initial_num_input_tokens_seen",
-    "current_flos",
-)
+COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+COUNTERS_OF_5 = ("_initial_global_step", "_initial_num_input_tokens_seen")
 RESUMING = (
     "epoch",
     "num_update_steps_per_epoch",
     "resume_from_checkpoint",
     "epochs_trained",
     "steps_trained_in_current_epoch",
+)
+# Local variables of the loop of 4.57 that reft reads.
+LOCALS_OF_4 = (
+    "tr_loss",
+    "epochs_trained",
+    "steps_trained_in_current_epoch",
+    "num_update_steps_per_epoch",
+    "num_train_epochs",
 )
 
 
@@ -63,10 +75,12 @@ class TrainerPosition:
 
     Args:
         trainer: transformers.Trainer, within `train`.
+        counters: names of its attributes that count.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, counters: tuple[str, ...] = COUNTERS) -> None:
         self._trainer = trainer
+        self._counters = counters
         self.epoch = 0
         self.updates = 0  # optimizer steps completed in this epoch
         self.has_ended = False  # the mark is the one at the end of the epoch
@@ -95,12 +109,13 @@ class TrainerPosition:
             "at_epoch_begin": self.at_epoch_begin,
             "state": {name: getattr(state, name) for name in STATE},
             "logs": state.log_history[-LOGS_HELD:],
-            "counters": {name: getattr(self._trainer, name) for name in COUNTERS},
+            # The loop of 4.57 makes two of them after attach.
+            "counters": {name: getattr(self._trainer, name, 0) for name in self._counters},
             "callbacks": [[type(each).__name__, each.state()["attributes"]] for each in self._stateful()],
         }
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        """Restores the Trainer's counters; `_Run` moves its loop.
+        """Restores the Trainer's counters; a `_Run` moves its loop.
 
         Raises:
             ConfigError: another training of this process has written them.
@@ -108,11 +123,19 @@ class TrainerPosition:
         step, held_step = self._trainer.state.global_step, held["state"]["global_step"]
         if not step:
             refuse_own(held["process"])
-        if step > held_step and self._trainer.state.is_world_process_zero:
+        if step > held_step and self._trainer.is_world_process_zero():
             say(f"Trainer has read a checkpoint of step {step}, but step {held_step} from memory is used.")
         self.epoch, self.updates = held["epoch"], held["updates"]
         self.has_ended, self.stops = held["has_ended"], held["stops"]
         self.at_epoch_begin = held["at_epoch_begin"]
+        self.put_back(held)
+
+    def put_back(self, held: Mapping[str, Any]) -> None:
+        """Writes the held counters into the Trainer, its state and its callbacks.
+
+        Raises:
+            ConfigError: other callbacks have a state.
+        """
         for name, value in held["state"].items():
             setattr(self._trainer.state, name, value)
         self._trainer.state.log_history = list(held["logs"])
@@ -133,31 +156,81 @@ class _Run:
     """One call of Trainer.train.
 
     Args:
-        trainer: it has just prepared model, optimizer and scheduler.
+        trainer: the Trainer that trains.
         options: for `reft.attach`.
+        counters: names of the Trainer's attributes that count.
     """
 
-    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
-        _check(trainer)
-        self._trainer = trainer
-        self._position = TrainerPosition(trainer)
+    def __init__(self, trainer: Any, options: Mapping[str, Any], counters: tuple[str, ...]) -> None:
+        self._trainer, self._options = trainer, options
+        self._position = TrainerPosition(trainer, counters)
+        self.session: Session | None = None
+        self._random: dict[str, Any] | None = None
+        self._resumes = False
+        self._marked = 0
+
+    def attach(self, loss_sum: torch.Tensor) -> None:
+        """Attaches, once Trainer has prepared model, optimizer and scheduler.
+
+        Args:
+            loss_sum: the sum of the losses since the last log.
+        """
+        trainer, options = self._trainer, self._options
         loss = nn.Module()
         # Trainer adds to this tensor in place, also between mark and fence. A buffer is copied at
         # the mark.
-        loss.register_buffer("sum", trainer._tr_loss)
+        loss.register_buffer("sum", loss_sum)
         state = {"trainer": self._position, "loss": loss, "lr": trainer.lr_scheduler, **options.get("state", {})}
         if getattr(trainer.accelerator, "scaler", None) is not None:
             state["scaler"] = trainer.accelerator.scaler
-        self.session: Session = reft.attach(
+        self.session = reft.attach(
             trainer.model_wrapped, inner_optimizer(trainer.optimizer), **{**options, "state": state}
         )
         self._random = None if self.session.restored_from is None else random_state.capture()
         self._resumes = self._random is not None
         self._marked = trainer.state.global_step
+
+    def put_random_back(self) -> None:
+        """Once after a restore: sets the generators to their state at the mark.
+
+        Skipping steps has drawn from them.
+        """
+        if self._random is not None:
+            random_state.restore(self._random)
+            self._random = None
+
+    def step_begins(self) -> None:
+        """Marks the step before, when a step begins or an epoch ends."""
+        if self._trainer.state.global_step > self._marked:
+            self._position.updates += 1
+        self._mark()
+
+    def _mark(self) -> None:
+        self.put_random_back()
+        if self._trainer.state.global_step > self._marked and self.session is not None:
+            self._marked = self._trainer.state.global_step
+            self.session.step_end()
+
+    def close(self) -> None:
+        """Closes the session."""
+        if self.session is not None:
+            self.session.close()
+
+
+class _EpochRun(_Run):
+    """One call of Trainer.train of transformers 5, which has a method for an epoch."""
+
+    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
+        super().__init__(trainer, options, COUNTERS + COUNTERS_OF_5)
+        _check(trainer, "_run_epoch", "_load_rng_state", "_tr_loss", *COUNTERS, *COUNTERS_OF_5)
+        TESTED.need_parameters(trainer._run_epoch, RESUMING)
+
+    def train_begins(self) -> None:
+        """Attaches, and wraps two of Trainer's methods."""
+        trainer = self._trainer
+        self.attach(trainer._tr_loss)
         self._run_epoch, self._load_rng_state = trainer._run_epoch, trainer._load_rng_state
         trainer._run_epoch, trainer._load_rng_state = self.run_epoch, self.load_rng_state
-        for gap in _gaps(trainer) if trainer.state.is_world_process_zero else ():
-            say(f"not covered: {gap}")
 
     def run_epoch(self, **arguments: Any) -> None:
         """Replaces Trainer._run_epoch: skips earlier epochs, and resumes the held one."""
@@ -197,22 +270,8 @@ class _Run:
             self._load_rng_state(checkpoint)
         self.put_random_back()
 
-    def put_random_back(self) -> None:
-        """Once after a restore: sets the generators to their state at the mark.
-
-        Skipping steps has drawn from them.
-        """
-        if self._random is not None:
-            random_state.restore(self._random)
-            self._random = None
-
-    def step_begins(self) -> None:
-        """Marks the step before, when a step begins or an epoch ends."""
-        self.put_random_back()
-        if self._trainer.state.global_step > self._marked:
-            self._marked = self._trainer.state.global_step
-            self._position.updates += 1
-            self.session.step_end()
+    def epoch_begins(self) -> None:
+        """Does nothing: `run_epoch` has begun the epoch."""
 
     def epoch_ends(self) -> None:
         """Marks the last step of an epoch, before the epoch's own log and evaluation.
@@ -226,7 +285,98 @@ class _Run:
     def close(self) -> None:
         """Restores Trainer's methods, and closes the session."""
         self._trainer._run_epoch, self._trainer._load_rng_state = self._run_epoch, self._load_rng_state
-        self.session.close()
+        super().close()
+
+
+class _LoopRun(_Run):
+    """One call of Trainer.train of transformers 4.57, whose whole loop is one method.
+
+    The loop reads its place from the file of a checkpoint, soon after `_load_scaler`. So it gets a
+    folder that looks like the user's checkpoint. After a restore from memory the folder has one
+    file only, with the held place.
+
+    Args:
+        trainer: it has just been made, and has not trained.
+        options: for `reft.attach`.
+    """
+
+    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
+        super().__init__(trainer, options, COUNTERS)
+        self._loss = torch.zeros((), device=trainer.args.device)
+        self._loop, trainer._inner_training_loop = trainer._inner_training_loop, self.train
+
+    def train(self, *arguments: Any, resume_from_checkpoint: str | None = None, **named: Any) -> Any:
+        """Replaces Trainer._inner_training_loop: the loop gets a folder as its checkpoint.
+
+        Raises:
+            UnsupportedState: this kind or version of Trainer is not supported.
+        """
+        trainer = self._trainer
+        trainer._inner_training_loop = self._loop
+        _check_loop(trainer)
+        self._load_scaler, self._log_and_save = trainer._load_scaler, trainer._maybe_log_save_evaluate
+        trainer._load_scaler, trainer._maybe_log_save_evaluate = self.load_scaler, self.log_and_save
+        try:
+            with tempfile.TemporaryDirectory(prefix="reft-trainer-") as folder:
+                for name in os.listdir(resume_from_checkpoint) if resume_from_checkpoint else ():
+                    os.symlink(os.path.abspath(os.path.join(str(resume_from_checkpoint), name)), f"{folder}/{name}")
+                return self._loop(*arguments, resume_from_checkpoint=folder, **named)
+        finally:
+            trainer._load_scaler, trainer._maybe_log_save_evaluate = self._load_scaler, self._log_and_save
+
+    def load_scaler(self, folder: str) -> None:
+        """Replaces Trainer._load_scaler, the last step before the loop reads its place."""
+        self._load_scaler(folder)
+        trainer, path = self._trainer, f"{folder}/trainer_state.json"
+        if os.path.exists(path):
+            trainer.state = type(trainer.state).load_from_json(path)  # the loop reads it again
+        self.attach(self._loss)
+        if self._resumes:
+            for name in os.listdir(folder):
+                os.unlink(f"{folder}/{name}")
+            dataclasses.replace(trainer.state, global_step=self._place()).save_to_json(path)
+            self._held = self._position.state_dict()
+
+    def _place(self) -> int:
+        """Returns the number of steps from which the loop computes epoch and step."""
+        loop = _locals_of_loop()
+        if self._position.stops:
+            return loop["num_train_epochs"] * loop["num_update_steps_per_epoch"]
+        return self._position.epoch * loop["num_update_steps_per_epoch"] + self._position.updates
+
+    def train_begins(self) -> None:
+        """Restores what the loop has set since attach, or notes the loop's place."""
+        loop = _locals_of_loop()
+        if self._resumes:
+            self._position.put_back(self._held)
+            loop["tr_loss"].copy_(self._loss)
+        else:
+            batches = loop["steps_trained_in_current_epoch"]
+            self._position.epoch = loop["epochs_trained"]
+            self._position.updates = batches // self._trainer.args.gradient_accumulation_steps
+        self._marked = self._trainer.state.global_step
+
+    def epoch_begins(self) -> None:
+        """Notes or restores the generators that draw the epoch's order."""
+        if self._resumes and self._position.updates:
+            random_state.restore(self._position.at_epoch_begin)
+        else:
+            self.put_random_back()
+            self._position.begin(self._position.epoch, self._position.updates)
+        self._resumes = False
+
+    def epoch_ends(self) -> None:
+        """Notes that the epoch's own log and evaluation come next."""
+        self._position.has_ended = True
+
+    def log_and_save(self, loss_sum: torch.Tensor, *arguments: Any, **named: Any) -> None:
+        """Replaces Trainer._maybe_log_save_evaluate: marks the epoch's last step behind it."""
+        self._log_and_save(loss_sum, *arguments, **named)
+        self._loss.copy_(loss_sum)
+        if self._position.has_ended:
+            self._position.epoch, self._position.updates, self._position.has_ended = self._position.epoch + 1, 0, False
+            self._position.stops = self._trainer.control.should_training_stop
+            self._mark()
 
 
 class _TrainerCallback:
@@ -242,12 +392,18 @@ class _TrainerCallback:
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._run: _Run | None = None
+        self._run: _EpochRun | _LoopRun | None = None
         self._has_trained = False
 
     @property
     def session(self) -> Session | None:
         return self._run.session if self._run else None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Prepares the loop of transformers 4.57, which reads its place before on_train_begin."""
+        trainer = _calling_trainer()
+        if not hasattr(trainer, "_run_epoch") and hasattr(trainer, "_inner_training_loop"):
+            self._run = _LoopRun(trainer, self._options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Attaches.
@@ -260,7 +416,18 @@ class _TrainerCallback:
             say("this Trainer has already trained in this process, so this call of train() is not protected.")
             return
         self._has_trained = True
-        self._run = _Run(_calling_trainer(), self._options)
+        trainer = _calling_trainer()
+        if self._run is None:
+            _check_epochs_exist(trainer)
+            self._run = _EpochRun(trainer, self._options)
+        self._run.train_begins()
+        for gap in _gaps(trainer) if trainer.state.is_world_process_zero else ():
+            say(f"not covered: {gap}")
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Notes or restores the generators of the epoch."""
+        if self._run:
+            self._run.epoch_begins()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Marks the step before."""
@@ -297,6 +464,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _frames() -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _calling_trainer() -> Any:
     """Returns the Trainer that calls the callback; callbacks do not get it as an argument.
 
@@ -305,26 +479,55 @@ def _calling_trainer() -> Any:
     """
     from transformers import Trainer
 
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in _frames():
         if isinstance(frame.f_locals.get("self"), Trainer):
             return frame.f_locals["self"]
-        frame = frame.f_back
     raise UnsupportedState(
         "ReftCallback was not called by a transformers.Trainer.", "Trainer(callbacks=[ReftCallback()])"
     )
 
 
-def _check(trainer: Any) -> None:
-    TESTED.need(trainer, "_run_epoch", "_load_rng_state", "_tr_loss", "model_wrapped", "lr_scheduler", *COUNTERS)
-    TESTED.need(trainer, "callback_handler.callbacks", "accelerator", "control", *(f"state.{name}" for name in STATE))
-    TESTED.need_parameters(trainer._run_epoch, RESUMING)
+def _locals_of_loop() -> Mapping[str, Any]:
+    """Returns the local variables of the loop of transformers 4.57 that calls this, to be read."""
+    from transformers import Trainer
+
+    code = Trainer._inner_training_loop.__code__
+    return next(frame.f_locals for frame in _frames() if frame.f_code is code)
+
+
+def _check(trainer: Any, *names: str) -> None:
+    TESTED.need(
+        trainer, *names, "model_wrapped", "lr_scheduler", "callback_handler.callbacks", "accelerator", "control"
+    )
+    TESTED.need(trainer, "is_world_process_zero", *(f"state.{name}" for name in STATE))
     if trainer.is_deepspeed_enabled:
         raise UnsupportedState("Trainer runs DeepSpeed, and this callback can't read the state of DeepSpeed.")
     if trainer.args.auto_find_batch_size:
         raise UnsupportedState(
             "auto_find_batch_size=True restarts the training within a process, which reft does not support.",
             "set per_device_train_batch_size=N instead",
+        )
+
+
+def _check_epochs_exist(trainer: Any) -> None:
+    if not hasattr(trainer, "_run_epoch") and hasattr(trainer, "_inner_training_loop"):
+        raise UnsupportedState(
+            "ReftCallback was added to a Trainer that existed; that of transformers 4.57 needs it when it is made.",
+            "Trainer(callbacks=[ReftCallback()])",
+        )
+    TESTED.need(trainer, "_run_epoch")
+
+
+def _check_loop(trainer: Any) -> None:
+    from transformers import Trainer
+
+    TESTED.need_release("4.57")
+    _check(trainer, "_load_scaler", "_maybe_log_save_evaluate")
+    TESTED.need_locals(Trainer._inner_training_loop, LOCALS_OF_4)
+    if trainer.is_fsdp_enabled:
+        raise UnsupportedState(
+            "Trainer of transformers 4.57 runs FSDP, and its loop would read the weights from a checkpoint of FSDP.",
+            f"pip install transformers=={TESTED.version}",
         )
 
 

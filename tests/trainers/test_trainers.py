@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 # several ranks.
 EXAMPLES = {
     "examples/hf_trainer.py": "hf",
+    "examples/hf_trainer.py --epochs 3": "hf4",
     "examples/accelerate_loop.py": "hf",
     "examples/lightning_fit.py": "lightning",
     "examples/deepspeed_zero.py": "deepspeed",
@@ -66,6 +67,7 @@ ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in NO_LOS
 # Modules that a trainer's workers import. Each run imports them once, and forks.
 IMPORTS = {
     "hf": "transformers.trainer+transformers.models.gpt2.modeling_gpt2+accelerate",
+    "hf4": "transformers.trainer+transformers.models.gpt2.modeling_gpt2+accelerate",
     "lightning": "lightning.pytorch",
     "deepspeed": "deepspeed+deepspeed.pipe",
     "megatron": "megatron_cpu+megatron.core.models.gpt+megatron.core.optimizer+megatron.core.pipeline_parallel",
