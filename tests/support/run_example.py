@@ -160,6 +160,7 @@ KINDS = {
     "lightning_hooks.py": of_lightning,
     "lightning_unfreezing.py": of_lightning,
     "resumed_trainer.py": of_transformers,
+    "trainer_low_bit.py": of_transformers,
     "torchao_low_bit.py": of_loop,
 }
 

@@ -56,6 +56,12 @@ ODD = {
     "tests/support/lightning_hooks.py": "lightning",
     "tests/support/lightning_unfreezing.py": "lightning",
     "tests/support/resumed_trainer.py": "hf",
+    "tests/support/resumed_trainer.py of-4.57": "hf4",
+    "tests/support/trainer_low_bit.py adamw_torch_8bit": "hf",
+    "tests/support/trainer_low_bit.py adafactor": "hf",
+    "tests/support/trainer_low_bit.py int8": "hf",
+    "tests/support/trainer_low_bit.py float8": "hf",
+    "tests/support/trainer_low_bit.py float8_training": "hf",
 }
 # Minutes; run with -m "trainers and slow".
 SLOW = ("--ep 2",)
@@ -75,7 +81,7 @@ IMPORTS = {
     "torchao": "torch._dynamo+torchao.optim+torchao.quantization",
 }
 # torchao compiles the step of its optimizers for each shape, which takes minutes.
-SETTINGS = {"torchao": {"TORCHDYNAMO_DISABLE": "1"}}
+SETTINGS = {trainer: {"TORCHDYNAMO_DISABLE": "1"} for trainer in ("torchao", "hf")}
 TORCHRUN = [
     "--max-restarts=4",
     "--rdzv-id=r",
@@ -236,12 +242,13 @@ def test_a_backbone_that_lightning_unfreezes_is_restored(step, order, daemon, tm
     assert ("1 group added to optimizer.0" in after.stderr) == (step > 4)
 
 
-def test_trainer_resumes_from_its_own_checkpoint_and_then_from_memory(daemon, tmp_path):
+@pytest.mark.parametrize("script", ["tests/support/resumed_trainer.py", "tests/support/resumed_trainer.py of-4.57"])
+def test_trainer_resumes_from_its_own_checkpoint_and_then_from_memory(script, daemon, tmp_path):
     """The first checkpoint lies within an epoch. Then Trainer is killed at the end of an epoch.
 
     Memory then holds a step before Trainer's newest checkpoint.
     """
-    example = Example("tests/support/resumed_trainer.py", tmp_path)
+    example = Example(script, tmp_path)
     first = example.run("first", REFT_MODE="off", STOP_AT="8")
     assert first.returncode == 0, first.stderr
     shutil.copytree(tmp_path / "checkpoints", tmp_path / "first of all")
@@ -256,6 +263,14 @@ def test_trainer_resumes_from_its_own_checkpoint_and_then_from_memory(daemon, tm
     assert after.returncode == 0, after.stderr
     assert restored(after) == [3] and "a checkpoint of step 12, but step 11 from memory is used" in after.stderr
     assert_ends_alike(example.result("after"), example.result("plain"))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", ["adamw_torch_8bit", "adafactor", "int8", "float8", "float8_training"])
+def test_low_bit_state_under_trainer_is_restored(kind, daemon, tmp_path):
+    """Each kind of state that torchao, PEFT and transformers make, under Hugging Face's Trainer."""
+    example = Example(f"tests/support/trainer_low_bit.py {kind}", tmp_path)
+    killed_and_started_again(example, daemon, 15)
 
 
 def cases() -> Iterator[Any]:
