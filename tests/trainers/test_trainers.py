@@ -242,7 +242,10 @@ def test_a_backbone_that_lightning_unfreezes_is_restored(step, order, daemon, tm
     assert ("1 group added to optimizer.0" in after.stderr) == (step > 4)
 
 
-@pytest.mark.parametrize("script", ["tests/support/resumed_trainer.py", "tests/support/resumed_trainer.py of-4.57"])
+RESUMED = ["tests/support/resumed_trainer.py", "tests/support/resumed_trainer.py of-4.57"]
+
+
+@pytest.mark.parametrize("script", RESUMED)
 def test_trainer_resumes_from_its_own_checkpoint_and_then_from_memory(script, daemon, tmp_path):
     """The first checkpoint lies within an epoch. Then Trainer is killed at the end of an epoch.
 
@@ -263,6 +266,25 @@ def test_trainer_resumes_from_its_own_checkpoint_and_then_from_memory(script, da
     assert after.returncode == 0, after.stderr
     assert restored(after) == [3] and "a checkpoint of step 12, but step 11 from memory is used" in after.stderr
     assert_ends_alike(example.result("after"), example.result("plain"))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("example", ["examples/hf_trainer.py", "examples/hf_trainer.py --epochs 3"], indirect=True)
+def test_trainer_goes_on_from_the_last_step_of_an_epoch(example, daemon):
+    killed_and_started_again(example, daemon, 12)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("script", RESUMED)
+def test_a_training_that_was_stopped_early_does_not_go_on(script, daemon, tmp_path):
+    example = Example(script, tmp_path)
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", "STOP_AT": "8", **EVERY_STEP}
+    first = example.run("first", **reft)
+    assert first.returncode == 0, first.stderr
+    again = example.run("again", **{**reft, "STOP_AT": "-1"})
+    assert again.returncode == 0, again.stderr
+    assert restored(again) == [8]
+    assert_ends_alike(example.result("again"), example.result("first"))
 
 
 @pytest.mark.chaos
