@@ -334,7 +334,7 @@ class _LoopRun(_Run):
         if self._resumes:
             for name in os.listdir(folder):
                 os.unlink(f"{folder}/{name}")
-            dataclasses.replace(trainer.state, global_step=self._place()).save_to_json(path)
+            _write_place(trainer.state, self._place(), path)
             self._held = self._position.state_dict()
 
     def _place(self) -> int:
@@ -493,6 +493,11 @@ def _locals_of_loop() -> Mapping[str, Any]:
 
     code = Trainer._inner_training_loop.__code__
     return next(frame.f_locals for frame in _frames() if frame.f_code is code)
+
+
+def _write_place(state: Any, step: int, path: str) -> None:
+    """Writes a TrainerState of this step where the loop of transformers 4.57 reads its place."""
+    dataclasses.replace(state, global_step=step).save_to_json(path)
 
 
 def _check(trainer: Any, *names: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import reft
@@ -152,3 +157,140 @@ def test_trainer_names_persistent_workers(count, persistent, is_named):
     )
     trainer = SimpleNamespace(args=arguments, callback_handler=SimpleNamespace(train_dataloader=None))
     assert (checks.PERSISTENT_WORKERS in transformers._gaps(trainer)) == is_named
+
+
+def test_another_release_is_an_error_with_both_tested_versions():
+    tested = checks.Tested("pytest", "5.2.0", also="4.5.6")
+    tested.need_release(version("pytest"))
+    with pytest.raises(UnsupportedState, match=r"in pytest .* tested with 5\.2\.0 and 4\.5\.6"):
+        tested.need_release("4.5")
+
+
+def test_a_missing_local_variable_is_an_error():
+    def loop(steps):
+        place = steps
+
+        return place
+
+    tested = checks.Tested("pytest", "1.2.3")
+    tested.need_locals(loop, ["steps", "place"])
+    with pytest.raises(UnsupportedState, match="loop has no variable 'epoch' in pytest"):
+        tested.need_locals(loop, ["place", "epoch"])
+
+
+class State:
+    """Stands for TrainerState of transformers 4.57."""
+
+    def __init__(self, **values: Any) -> None:
+        fields = {**dict.fromkeys(transformers.STATE, 0), "log_history": [], "is_world_process_zero": True}
+        vars(self).update({**fields, **values})
+
+
+class LoopTrainer:
+    """Stands for Trainer of transformers 4.57: one loop, with the local variables of the real one.
+
+    Attributes:
+        seen: what the loop did, in order.
+    """
+
+    def __init__(self) -> None:
+        self.args = SimpleNamespace(device="cpu", gradient_accumulation_steps=2, auto_find_batch_size=False)
+        self.state, self.control = State(), SimpleNamespace(should_training_stop=False)
+        self.callback_handler = SimpleNamespace(callbacks=[], train_dataloader=None)
+        self.accelerator = self.model_wrapped = self.lr_scheduler = self.optimizer = None
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+        self.current_flos = 0.0
+        self.seen: list[str] = []
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        self.seen.append("scaler")
+
+    def _maybe_log_save_evaluate(self, loss: torch.Tensor) -> None:
+        self.seen.append(f"log since {self._globalstep_last_logged}")
+        self._globalstep_last_logged = self.state.global_step - self.state.global_step % 2
+
+    def _inner_training_loop(self, run: Any, resume_from_checkpoint: str | None = None) -> None:
+        num_train_epochs, num_update_steps_per_epoch, epochs_trained, steps_trained_in_current_epoch = 2, 3, 0, 0
+        self._load_scaler(resume_from_checkpoint)
+        path = Path(str(resume_from_checkpoint)) / "trainer_state.json"
+        if path.is_file():
+            self.state = State(**json.loads(path.read_text()))
+            epochs_trained, updates = divmod(self.state.global_step, num_update_steps_per_epoch)
+            steps_trained_in_current_epoch = 2 * updates
+        tr_loss = torch.zeros(())
+        self._total_loss_scalar, self._globalstep_last_logged = 0.0, self.state.global_step
+        run.train_begins()
+        for epoch in range(epochs_trained, num_train_epochs):
+            run.epoch_begins()
+            order = torch.rand(()).item()  # drawn when the epoch begins
+            for update in range(steps_trained_in_current_epoch // 2, num_update_steps_per_epoch):
+                run.step_begins()
+                tr_loss = tr_loss + torch.rand(())
+                self.state.global_step += 1
+                self.seen.append(f"{epoch}.{update} {tr_loss:.6f} {order:.6f}")
+                self._maybe_log_save_evaluate(tr_loss)
+            steps_trained_in_current_epoch = 0
+            run.epoch_ends()
+            self._maybe_log_save_evaluate(tr_loss)
+
+
+def trained(monkeypatch, held: Any = None, checkpoint: Path | None = None) -> tuple[list[str], list[Any]]:
+    """Trains a LoopTrainer, from a held mark if there is one.
+
+    Returns:
+        what the loop did, and each mark: the position, the sum of losses and the generators.
+    """
+    trainer, marks = LoopTrainer(), []
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(Trainer=LoopTrainer))
+    monkeypatch.setattr(checks.Tested, "need_release", lambda *_: None)
+    monkeypatch.setattr(
+        State, "load_from_json", lambda path: State(**json.loads(Path(path).read_text())), raising=False
+    )
+    monkeypatch.setattr(
+        transformers, "_write_place", lambda state, step, path: Path(path).write_text(json.dumps({"global_step": step}))
+    )
+
+    def attach(model, optimizer, *, state):
+        def step_end():
+            marks.append((state["trainer"].state_dict(), state["loss"].sum.clone(), torch.get_rng_state()))
+
+        if held is not None:
+            state["trainer"].load_state_dict({**held[0], "process": "another"})
+            state["loss"].sum.copy_(held[1])
+            torch.set_rng_state(held[2])
+        return SimpleNamespace(restored_from=held and "memory", step_end=step_end)
+
+    monkeypatch.setattr(reft, "attach", attach)
+    torch.manual_seed(0)
+    run = transformers._LoopRun(trainer, {})
+    trainer._inner_training_loop(run, resume_from_checkpoint=checkpoint and str(checkpoint))
+    assert trainer._inner_training_loop == run._loop and trainer._load_scaler == run._load_scaler
+    return trainer.seen, marks
+
+
+@pytest.mark.parametrize("mark", range(6))
+def test_the_loop_of_trainer_4_goes_on_from_each_mark(mark, monkeypatch):
+    plain, marks = trained(monkeypatch)
+    assert [(held["epoch"], held["updates"]) for held, *_ in marks] == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    after, later = trained(monkeypatch, marks[mark])
+    assert after[:1] == ["scaler"] and after[1:] == plain[len(plain) - len(after) + 1 :]
+    kept = ("epoch", "updates", "state", "counters")
+    for (held, *_), (expected, *_) in zip(later, marks[mark + 1 :], strict=True):
+        assert {key: held[key] for key in kept} == {key: expected[key] for key in kept}
+
+
+def test_the_loop_of_trainer_4_reads_a_checkpoint_and_leaves_it_alone(monkeypatch, tmp_path):
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 4}))
+    seen, marks = trained(monkeypatch, checkpoint=tmp_path)
+    assert seen[1].startswith("1.1 ") and (marks[0][0]["epoch"], marks[0][0]["updates"]) == (1, 2)
+    trained(monkeypatch, marks[0], checkpoint=tmp_path)
+    assert json.loads((tmp_path / "trainer_state.json").read_text()) == {"global_step": 4}
+
+
+def test_a_training_that_had_stopped_does_not_go_on_with_trainer_4(monkeypatch):
+    _, marks = trained(monkeypatch)
+    held, loss, generators = marks[2]
+    assert trained(monkeypatch, ({**held, "stops": True}, loss, generators))[0] == ["scaler"]
