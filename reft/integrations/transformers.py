@@ -488,7 +488,7 @@ def _calling_trainer() -> Any:
 
 
 def _locals_of_loop() -> Mapping[str, Any]:
-    """Returns the local variables of the loop of transformers 4.57 that calls this, to be read."""
+    """Returns the local variables of the calling loop of transformers 4.57, for reading."""
     from transformers import Trainer
 
     code = Trainer._inner_training_loop.__code__
