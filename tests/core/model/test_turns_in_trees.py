@@ -2,7 +2,7 @@
 
 One rank runs on each node, and all ranks form one lane of the exchange. A daemon seals parity at
 once when every other rank holds the step. A restarted daemon keeps its parity, and the coordinator
-its record; now and then a restart loses parity, and the daemon says so as soon as it knows the pins.
+its record. Now and then a restart loses parity, and the daemon says so once it knows the pins.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rank:
 
 
 class Job:
-    """A tree of nodes with one rank each, and a network that loses, repeats and reorders messages."""
+    """A tree of nodes with one rank each, and a network without any guarantee."""
 
     def __init__(self, nodes: int, chance: random.Random, trouble: float, records: bool = True) -> None:
         self.chance, self.trouble, self.records = chance, trouble, records
@@ -146,7 +146,7 @@ class Job:
         """Checks that the whole step and the protected step can be restored."""
         held = [{step for step in rank.slots if step is not None} for rank in self.ranks]
         whole, protected = self.record.whole, self.record.protected
-        assert whole < 0 or max(set.intersection(*held), default=-1) >= whole
+        assert whole < 0 or max(set.intersection(*held), default=-1) >= whole, f"step {whole} was whole, and is lost"
         if protected < 0 or self.has_lost_parity:
             return
         for lost in range(len(self.ranks)):
