@@ -118,8 +118,8 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
                  UNPROTECTED  the job is not set up to survive the loss of a
                               failure domain
 
-    --what-if asks about the newest step that can be restored. Exit code 0: that step survives. Exit
-    code 4: it does not.
+    --what-if asks about the newest step that can be restored. Exit code 0: that step survives, or
+    an older one to which the job goes back. Exit code 4: no step survives.
     """
     with failing(as_json):
         if watch and (as_json or check or question is not None):
@@ -334,15 +334,16 @@ def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) 
         known = sorted({*job_survey.names.values(), *(node.domain for node in job_survey.nodes.values())} - {""})
         raise ConfigError(f"job {job} has no node or failure domain {unknown[0]}.", f"one of {', '.join(known)}")
     loss_analysis = judged[1] if judged else None
-    version = judged[0].version if judged else None
+    version = judged[0].newest if judged else None
     lost_nodes = {node for nodes in nodes_by_unit.values() for node in nodes}
     loss = loss_analysis.what_if(lost_nodes) if loss_analysis else None
+    after = job_survey.plan_without(lost_nodes).base if version else None
     if as_json:
-        document = status_view.what_if_document(job, lose, version, loss)
+        document = status_view.what_if_document(job, lose, version, after, loss)
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **document}, indent=2))
     else:
-        click.echo("\n".join(status_text.what_if_lines(job, lose, version, loss)))
-    sys.exit(EXIT_LOST if loss or version is None else 0)
+        click.echo("\n".join(status_text.what_if_lines(job, lose, version, after, loss)))
+    sys.exit(EXIT_LOST if after is None else 0)
 
 
 def _watch(address: str, request: pb.StatusRequest) -> NoReturn:

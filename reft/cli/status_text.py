@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from reft.cli.status_view import JobView, NodeView, RankView
+from reft.cli.status_view import ExchangeView, JobView, NodeView, RankView
 from reft.core.budget import format_bytes
 from reft.core.commit.version import Version
+from reft.core.recovery.holdings import survives
 from reft.core.status.loss_analysis import LossReport
 from reft.core.text import counted
 from reft.wire.v1 import daemon_pb2 as pb
@@ -17,7 +18,8 @@ WIDTH = 88
 RANKS_SHOWN = 16
 OWN_SHOWN = 4  # leaves that differ between ranks
 NONE = "-"
-SCHEMES = {"aec": "erasure code", "arc": "copies", "none": "none"}
+SCHEMES = {"aec": "erasure code", "arc": "copies", "none": "none", "exchange": "exchange"}
+LANES_SHOWN = 4  # lanes of the exchange that are not guarded
 
 
 def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
@@ -71,9 +73,13 @@ def protection_lines(job: JobView) -> list[str]:
         )
         if protection.tolerated < protection.meant:
             sentence = f"{sentence[:-1]}; {protection.meant} can be lost when the job is PROTECTED."
+        if protection.newest is not None and protection.version.is_older_than(protection.newest):
+            sentence += f" {survives(protection.newest.step, protection.version.step)}."
     if job.degraded_s:
         sentence += f" Degraded for {age(job.degraded_s)} since the last restore."
     lines = wrapped("protect ", f"{job.word}  {sentence}")
+    if job.exchange is not None:
+        lines += exchange_lines(job.exchange)
     for exposure in protection.exposed:
         lines += wrapped("exposed ", exposure.what)
     for name, ranks in job.own[:OWN_SHOWN]:
@@ -96,6 +102,29 @@ def protection_lines(job: JobView) -> list[str]:
     return lines
 
 
+def exchange_lines(exchange: ExchangeView) -> list[str]:
+    """Returns lines about the exchange: the protected step, the turn, and lanes not guarded."""
+    if exchange.protected is None:
+        text = "no step of this attach is protected yet"
+    else:
+        text = f"step {exchange.protected} is protected, since {age(exchange.protected_age_s)}"
+    if exchange.turn is None:
+        text += "; no turn is under way."
+    else:
+        text += (
+            f"; the turn of step {exchange.turn} has {format_bytes(exchange.received_bytes)} of "
+            f"{format_bytes(exchange.turn_bytes)} here, since {age(exchange.turn_age_s)}."
+        )
+    if exchange.bytes_per_s:
+        text += f" The last turn received {format_bytes(int(exchange.bytes_per_s))} a second."
+    lines = wrapped("exchange ", text)
+    for step, lane, words in exchange.lanes[:LANES_SHOWN]:
+        lines += wrapped("exposed ", f"lane {lane} of the exchange is not guarded at step {step}: {words}")
+    if len(exchange.lanes) > LANES_SHOWN:
+        lines.append(f"exposed {counted(len(exchange.lanes) - LANES_SHOWN, 'more lane')}; --json lists all.")
+    return lines
+
+
 def memory_lines(job: JobView) -> list[str]:
     """Returns lines about the job's memory, now and in a change of shape."""
     lines = []
@@ -111,12 +140,20 @@ def memory_lines(job: JobView) -> list[str]:
     return lines
 
 
-def what_if_lines(job: str, lose: Sequence[str], version: Version | None, loss: LossReport | None) -> list[str]:
-    """Returns the answer to "does the job survive the loss of these nodes?"."""
+def what_if_lines(
+    job: str, lose: Sequence[str], version: Version | None, after: Version | None, loss: LossReport | None
+) -> list[str]:
+    """Returns the answer to "does the job survive the loss of these nodes?".
+
+    For the arguments see `status_view.what_if_document`.
+    """
     if version is None:
         return wrapped("", f"job {job}: no step can be restored now.")
     condition = f"if {', '.join(lose)} {'is' if len(lose) == 1 else 'are'} lost"
-    answer = f"this step is lost too: {loss.words}." if loss else "this step survives."
+    if after is None:
+        answer = f"this step is lost too: {loss.words if loss else 'no slot is left'}."
+    else:
+        answer = f"the job goes back to {after}." if after.is_older_than(version) else "this step survives."
     return wrapped("", f"job {job}, {version}: {condition}, {answer}")
 
 

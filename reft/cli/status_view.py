@@ -66,6 +66,24 @@ class NodeView:
 
 
 @dataclass(frozen=True)
+class ExchangeView:
+    """The exchange of one job, as the asked daemon sees it. A step is None if there is none.
+
+    `turn_bytes` are what this node receives in a turn, and `received_bytes` what it has so far. A
+    lane is (step, lane, why it is not guarded).
+    """
+
+    protected: int | None
+    protected_age_s: float
+    turn: int | None
+    turn_age_s: float
+    turn_bytes: int
+    received_bytes: int
+    bytes_per_s: float
+    lanes: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True)
 class JobView:
     """One job with its health."""
 
@@ -92,6 +110,7 @@ class JobView:
     held_bytes: int
     peak_bytes: int
     remedy: str
+    exchange: ExchangeView | None = None
 
 
 def worst(jobs: Sequence[JobView]) -> Health:
@@ -128,8 +147,21 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         health, reason, whole.step if whole else None, base.step if base else None,
         _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
         protection, status.degraded_s, mismatched, own, status.held_bytes, status.peak_bytes,
-        holdings.remedy if holdings else "",
+        holdings.remedy if holdings else "", _exchange_view(status.exchange) if status.HasField("exchange") else None,
     )  # fmt: skip
+
+
+def _exchange_view(exchange: pb.ExchangeStatus) -> ExchangeView:
+    return ExchangeView(
+        exchange.protected if exchange.protected >= 0 else None,
+        exchange.protected_age_s,
+        exchange.turn if exchange.turn >= 0 else None,
+        exchange.turn_age_s,
+        exchange.turn_bytes,
+        exchange.received_bytes,
+        exchange.bytes_per_s,
+        tuple((lane.step, lane.lane, lane.words) for lane in exchange.lanes),
+    )
 
 
 def _holdings(status: pb.JobStatus, job_survey: JobSurvey) -> Holdings | None:
@@ -268,8 +300,25 @@ def _job_document(job: JobView) -> dict[str, Any]:
         ],
         "survives": [{"loss": loss, "survives": held, "lost": lost} for loss, held, lost in job.survives],
         "protection": _protection_document(job),
+        "exchange": _exchange_document(job.exchange),
         "unlike_leaves": list(job.mismatched),
         "own_leaves": [{"leaf": name, "ranks": list(ranks)} for name, ranks in job.own],
+    }
+
+
+def _exchange_document(exchange: ExchangeView | None) -> dict[str, Any] | None:
+    if exchange is None:
+        return None
+    has_turn = exchange.turn is not None
+    return {
+        "protected_step": exchange.protected,
+        "protected_age_s": _rounded(exchange.protected_age_s) if exchange.protected is not None else None,
+        "turn_step": exchange.turn,
+        "turn_age_s": _rounded(exchange.turn_age_s) if has_turn else None,
+        "turn_bytes": exchange.turn_bytes,
+        "received_bytes": exchange.received_bytes if has_turn else None,
+        "bytes_per_s": _rounded(exchange.bytes_per_s),
+        "unguarded_lanes": [{"step": step, "lane": lane, "reason": words} for step, lane, words in exchange.lanes],
     }
 
 
@@ -281,6 +330,7 @@ def _protection_document(job: JobView) -> dict[str, Any] | None:
         "word": job.word,
         "degraded_s": _rounded(job.degraded_s),
         "step": protection.version.step if protection.version else None,
+        "newest_step": protection.newest.step if protection.newest else None,
         "tolerated_domains": protection.tolerated,
         "meant_domains": protection.meant,
         "fatal_nodes": list(protection.fatal),
@@ -307,15 +357,26 @@ def _protection_document(job: JobView) -> dict[str, Any] | None:
     }
 
 
-def what_if_document(job: str, lose: Sequence[str], version: Version | None, loss: LossReport | None) -> dict[str, Any]:
-    """Returns the document of `status --what-if --json`, without schema_version."""
+def what_if_document(
+    job: str, lose: Sequence[str], version: Version | None, after: Version | None, loss: LossReport | None
+) -> dict[str, Any]:
+    """Returns the document of `status --what-if --json`, without schema_version.
+
+    Args:
+        job: name of the job.
+        lose: names of the lost nodes and domains.
+        version: the newest version that can be restored now.
+        after: the newest version that can be restored after the loss.
+        loss: the parts that are lost if no version can be restored.
+    """
     return {
         "job": job,
         "lose": list(lose),
         "step": version.step if version else None,
         "epoch": version.epoch.counter if version else None,
-        "survives": version is not None and loss is None,
-        "lost": loss.words if loss else None if version else "no step can be restored now",
+        "survives": after is not None,
+        "restored_step": after.step if after else None,
+        "lost": None if after else loss.words if loss else "no step can be restored now",
     }
 
 

@@ -121,7 +121,8 @@ def test_the_document_of_a_degraded_job():
     (document,) = status_view.document(reply(status), [status_view.job_view(status, found)], "unix:/run/x")["jobs"]
     json.dumps(document)
     assert document["protection"] == {
-        "word": "DEGRADED", "degraded_s": 1.5, "step": 40, "tolerated_domains": 0, "meant_domains": 1,
+        "word": "DEGRADED", "degraded_s": 1.5, "step": 40, "newest_step": 40, "tolerated_domains": 0,
+        "meant_domains": 1,
         "fatal_nodes": ["node-a", "node-b", "node-d"], "exposed": [], "fatal_pairs": [], "fatal_pair_count": 0,
         "fatal_domains": ["node node-a", "node node-b", "node node-d"],
         "groups": [

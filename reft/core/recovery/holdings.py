@@ -95,10 +95,30 @@ def judge_holdings(
         return Holdings(HoldingState.UNRECOVERABLE, None, missing, reason, _remedy(job, inventory))
     if not plan.capsules:
         reason = f"nothing is lost: {plan.base} is held by {every(len(plan.sources), 'rank')}."
-        return Holdings(HoldingState.WHOLE, plan.base, missing, reason)
+        return Holdings(HoldingState.WHOLE, plan.base, missing, reason + _on_guard(plan, placements))
     ranks = counted(len(plan.capsules), "rank")
     reason = f"the slots of {ranks} are lost, but {plan.base} can be restored completely."
+    if plan.sections:
+        reason += " Leaves that no other rank has are decoded from parity."
     return Holdings(HoldingState.RECOVERABLE, plan.base, missing, reason)
+
+
+def _on_guard(plan: RecoveryPlan, placements: Mapping[Epoch, Placement]) -> str:
+    """Returns a sentence on the steps that survive processes and nodes; empty without exchange."""
+    assert plan.base is not None, "a base"
+    placement = placements.get(plan.base.epoch)
+    if placement is None or not placement.guard_lanes:
+        return ""
+    if plan.guard is None:
+        return f" Step {plan.base.step} survives processes, no step survives any node."
+    return f" {survives(plan.base.step, plan.guard.step)}."
+
+
+def survives(newest: int, protected: int) -> str:
+    """Returns the words on the newest step, and on the newest one that survives lost nodes."""
+    if newest == protected:
+        return f"Step {newest} survives any node"
+    return f"Step {newest} survives processes, step {protected} survives any node"
 
 
 def may_start_fresh(inventory: Inventory, erased: Collection[tuple[str, str, Version]]) -> bool:

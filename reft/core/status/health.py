@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from reft.core.commit.version import Version
-from reft.core.recovery.holdings import Holdings
+from reft.core.recovery.holdings import Holdings, survives
 from reft.core.status.protection import Protection, ProtectionWord
 from reft.core.text import every
 
@@ -113,7 +113,15 @@ def judge(job: JobFacts) -> tuple[Health, str]:
     if len(living) < job.world:
         gone = job.world - len(living)
         return Health.WARN, f"trainers gone: {gone} of {job.world}; step {job.whole.step} is held."
-    return Health.OK, f"step {job.whole.step} is held by {every(job.world, 'rank')}."
+    return Health.OK, f"step {job.whole.step} is held by {every(job.world, 'rank')}.{_on_nodes(job)}"
+
+
+def _on_nodes(job: JobFacts) -> str:
+    """Returns a sentence on the newest step that survives lost nodes, if that is an older one."""
+    protected = job.protection.version if job.protection else None
+    if job.whole is None or protected is None or not protected.is_older_than(job.whole):
+        return ""
+    return f" {survives(job.whole.step, protected.step)}."
 
 
 def _judge_incomplete(job: JobFacts, names: str) -> tuple[Health, str]:
@@ -151,6 +159,8 @@ def _node_losses(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
     protection = job.protection
     if job.whole is None or protection is None or protection.version is None or protection.tolerated < 0:
         return [("a node", False, everything)]
+    if protection.version.is_older_than(job.whole):
+        step = f"steps after {protection.version.step}"
     rows = [("a node", not protection.fatal, step)]
     if protection.fatal:
         safe = protection.nodes - len(protection.fatal)

@@ -69,8 +69,9 @@ class Protection:
             would; None: too many pairs to try them all.
         domains: number of failure domains of these nodes.
         fatal_domains: the domains whose loss alone would lose the version.
-        newest: the newest version that can be restored now. It is newer than `version` if parity of
-            it is not made yet: then it survives the loss of processes only.
+        newest: of a job that exchanges state, the newest version that can be restored now. It is
+            newer than `version` while its parity is not made: then it survives processes only. The
+            same as `version` for other jobs.
     """
 
     version: Version | None
@@ -133,10 +134,9 @@ def protection(
         placement = placements[version.epoch]
         parity_nodes = {rank: each.node for rank, each in sealed_parity(parity_slots, placement).items()}
         loss_analysis = _loss_analysis(recovery_plan, capsules_of, parity_nodes, placement, domains)
-        newest_held = candidates[0][0].newest if candidates else version
-        candidates.append(
-            (replace(_protection_of(version, placement, loss_analysis), newest=newest_held), loss_analysis)
-        )
+        newest_held = candidates[0][0].version if candidates and placement.guard_lanes else version
+        judged = replace(_protection_of(version, placement, loss_analysis), newest=newest_held)
+        candidates.append((judged, loss_analysis))
         if candidates[-1][0].tolerated >= candidates[-1][0].meant:
             return candidates[-1]
     if candidates:
@@ -199,8 +199,8 @@ def meant(placement: Placement) -> int:
     owners = [rank for rank, digest in enumerate(division.layout_of) if division.unreplicated_bytes[digest]]
     if any(placement.guard_lane_of(rank) is None for rank in owners):
         return 0  # unreplicated leaves in no guard lane are lost with their node
-    lanes = (*placement.lanes, *placement.guard_lanes)
-    return min((lane.code.f for lane in lanes), default=0)
+    tolerated = [lane.code.f for lane in placement.lanes] + [lane.code.f for lane in placement.guard_lanes]
+    return min(tolerated, default=0)
 
 
 def _scheme(lane: Lane) -> str:

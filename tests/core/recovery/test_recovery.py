@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
 from reft.core.recovery import recovery
-from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan, Shortfall, describe
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan, Shortfall, describe
 
 ONE, TWO, THREE = (Epoch(n, bytes([n]) * 16) for n in (1, 2, 3))
 TWIN = Epoch(2, b"x" * 16)
@@ -402,3 +403,183 @@ def test_a_loss_is_described_in_few_words():
         "No capsule of ranks 0, 2 is left.",
         "The slots of ranks 4-5 held leaves that no other rank has.",
     ]
+
+
+# Unreplicated leaves and their parity
+
+OWN = 1 << 17  # bytes of the leaf that only one rank has
+
+
+def guarded(world: int) -> Placement:
+    """Returns a placement in which each rank has a leaf of its own, and all share another one."""
+    shared = Leaf("shared", "uint8", (4096,), (1,), 4096, False, (4096,), (0,))
+    own = [Leaf(f"own{rank}", "uint8", (OWN,), (1,), OWN, False, (OWN,), (0,)) for rank in range(world)]
+    layouts = {bytes([rank]): pack([shared, own[rank]]) for rank in range(world)}
+    return place(divide(layouts, list(layouts)), list(range(world)), "auto", 1, 4096, slots=4)
+
+
+def parity(placement: Placement, step: int, epoch: Epoch = ONE, lost: Collection[int] = ()) -> list[HeldParity]:
+    """Returns the parity slots of a step, one on each node that is not lost."""
+    (lane,) = placement.guard_lanes
+    names = {rank: f"parity-{rank}.slot-{step % 2}" for rank in lane.members if rank not in lost}
+    return [HeldParity(f"n{r}", r, name, SEALED, at(step, epoch), lane.digest) for r, name in names.items()]
+
+
+def exchanged(
+    placement: Placement, protected: int = 1, whole: int = 2, lost: Collection[int] = ()
+) -> tuple[list[HeldSlot], list[HeldCapsule], list[HeldParity]]:
+    """Returns what is held of a job: all of two steps, and parity of the older one."""
+    old, new = (ring(placement, 1, step, lost, OWN) for step in (protected, whole))
+    slots = [*old[0], *(replace(slot, slot=f"{slot.slot}-new") for slot in new[0])]
+    return slots, [*old[1], *new[1]], parity(placement, protected, lost=lost)
+
+
+@pytest.mark.parametrize("D", range(2, 7))
+def test_a_lost_node_costs_the_steps_after_the_protected_one_and_two_are_refused_by_name(D):
+    placement = guarded(D)
+    for lost in range(D):
+        slots, copies, parities = exchanged(placement, lost=[lost])
+        found = recovery.plan(slots, copies, {ONE: placement}, FRESH, parity=parities)
+        assert found.base == at(1) and found.sections == (lost,) and sorted(found.capsules) == [lost]
+        assert found.parity == {each.rank: each for each in parities}
+        assert found.partial == (lacking(2, lost, kept=[lost]),) and found.guard is None
+        assert describe(found.partial[0], placement, {}) == [
+            f"step 2 (epoch 1): no sealed slot of rank {lost}.",
+            f"The slots of rank {lost} held leaves that no other rank has, and their guard lane has no complete parity "
+            "of this step.",
+        ]
+    for lost in itertools.combinations(range(D), 2):
+        slots, copies, parities = exchanged(placement, lost=lost)
+        found = recovery.plan(slots, copies, {ONE: placement}, FRESH, parity=parities)
+        assert found.base is None
+        if D > 2 and (last := found.partial[-1]).unreplicated:
+            assert "guard lane gives back one lost rank, and lost several" in " ".join(describe(last, placement, {}))
+
+
+def test_only_complete_sealed_parity_of_the_same_lane_and_version_counts():
+    """Else the older protected step is restored."""
+    placement = guarded(3)
+    slots, copies, parities = exchanged(placement, lost=[1])
+    fresh = parity(placement, 2, lost=[1])
+    placements = {ONE: placement, TWO: placement}
+
+    def base(*newer: HeldParity, erased: Collection[tuple[str, str, Version]] = ()) -> Version | None:
+        return recovery.plan(slots, copies, placements, FRESH, erased, [*parities, *newer]).base
+
+    assert base(*fresh) == at(2)
+    first = fresh[0]
+    bad = [
+        [], [replace(first, state=WRITING)], [replace(first, state=LANDED)], [replace(first, layout=b"other")],
+        [replace(first, version=at(2, TWO))], [replace(first, version=at(3))], [replace(first, rank=1)],
+    ]  # fmt: skip
+    for each in bad:
+        assert base(fresh[1], *each) == at(1), each
+    assert base(*fresh, erased={(first.node, first.slot, at(2))}) == at(1)
+    assert base(*fresh, erased={(first.node, first.slot, at(1))}) == at(2), "another version lies in that slot now"
+
+
+def test_lost_leaves_need_a_capsule_and_must_have_been_foreseen():
+    placement = guarded(3)
+    slots, copies, parities = exchanged(placement, lost=[1])
+    others = [copy for copy in copies if copy.rank != 1]
+    assert recovery.plan(slots, others, {ONE: placement}, FRESH, parity=parities).base is None
+    more = [replace(copy, unreplicated_bytes=OWN + 1) for copy in copies]
+    assert recovery.plan(slots, more, {ONE: placement}, FRESH, parity=parities).base is None
+    none = [replace(copy, unreplicated_bytes=0) for copy in copies]
+    found = recovery.plan(slots, none, {ONE: placement}, FRESH)
+    assert found.base == at(2) and found.sections == () and found.parity == {}, "all such leaves were absent"
+
+
+def test_parity_of_a_dropped_history_does_not_count():
+    """Step 6 of epoch 1 was given up for step 5. A node comes back with all of step 6."""
+    placement = guarded(2)
+    slots, copies, parities = exchanged(placement, 5, 6, lost=[0])
+    parities += parity(placement, 6, lost=[0])
+    placements = {ONE: placement, TWO: placement}
+    assert recovery.plan(slots, copies, placements, None, parity=parities).base == at(6)
+    found = recovery.plan(slots, copies, placements, Decision(TWO, at(5)), parity=parities)
+    assert found.base == at(5) and found.parity == {1: parities[0]}
+    assert {slot.slot for slot in found.dropped} == {"rank-1.slot-0-new", "parity-1.slot-0"}
+    assert recovery.plan(slots, copies, placements, Decision(TWO, at(4)), parity=parities).base is None
+
+
+# The guard
+
+
+def guard(placement: Placement, slots, copies, parities, decision: Decision = FRESH, **changes) -> Version | None:
+    return recovery.plan(slots, copies, dict.fromkeys(EPOCHS, placement), decision, parity=parities, **changes).guard
+
+
+def test_the_guard_is_the_newest_version_that_survives_any_node():
+    placement = guarded(3)
+    slots, copies, parities = exchanged(placement)
+    assert guard(placement, slots, copies, parities) == at(1)
+    assert guard(placement, slots, copies, [*parities, *parity(placement, 2)]) == at(2)
+    assert guard(placement, slots, copies, parities[1:]) is None, "parity of one node is gone"
+    assert guard(placement, slots[1:], copies, parities) is None, "a slot of step 1 is gone"
+    assert guard(placement, slots, copies[1:], parities) is None, "a capsule of step 1 is gone"
+    assert guard(placement, slots, copies, parities, erased={("n1", "parity-1.slot-1", at(1))}) is None
+    own = [replace(copy, node=f"n{copy.rank}") for copy in copies]
+    assert guard(placement, slots, own, parities) is None, "capsules on the node of their slot"
+    together = [replace(slot, node="n0") if slot.rank == 1 else slot for slot in slots]
+    assert guard(placement, together, copies, parities) is None, "two members on one node"
+    moved = [replace(each, node="n0") if each.rank == 1 else each for each in parities]
+    assert guard(placement, slots, copies, moved) is None, "parity on the node of another member"
+
+
+def test_the_guard_is_never_newer_than_the_base_and_is_carried_over_attaches():
+    """Epoch 2 began from step 2, which is unprotected; epoch 3 from step 8 of epoch 2."""
+    placement = guarded(3)
+    slots, copies, parities = exchanged(placement)
+    assert guard(placement, slots, copies, parities, Decision(TWO, at(2), (), at(1))) == at(1)
+    late_slots, late_copies = ring(placement, 1, 8, kept=OWN)
+    late = [replace(slot, slot=f"{slot.slot}-late", version=at(8, TWO)) for slot in late_slots]
+    late_copies = [replace(copy, version=at(8, TWO)) for copy in late_copies]
+    for decision in (Decision(TWO, at(2), (), at(1)), Decision(THREE, at(8, TWO), (), at(1))):
+        assert guard(placement, [*slots, *late], [*copies, *late_copies], parities, decision) == at(1)
+        lost = [slot for slot in (*slots, *late) if slot.node != "n2"]
+        left = [copy for copy in (*copies, *late_copies) if copy.node != "n2"]
+        parity_left = [each for each in parities if each.node != "n2"]
+        placements = dict.fromkeys(EPOCHS, placement)
+        assert recovery.plan(lost, left, placements, decision, parity=parity_left).base == at(1)
+    assert guard(placement, [*slots, *late], [*copies, *late_copies], parities, Decision(THREE, at(8, TWO))) is None
+    newer = [*parities, *parity(placement, 2)]
+    assert guard(placement, slots, copies, newer, Decision(TWO, at(1), (), at(1))) == at(1), "step 2 was given up"
+
+
+def test_replicated_state_is_its_own_guard():
+    placement = placed(range(3), 1, "aec")
+    slots, copies = ring(placement, 1)
+    assert recovery.plan(slots, copies, {ONE: placement}, FRESH).guard == at(1)
+    assert recovery.plan(slots, copies[1:], {ONE: placement}, FRESH).guard is None
+    once = placed(range(3), 0)
+    assert recovery.plan(slots, copies, {ONE: once}, FRESH).guard is None
+
+
+@given(
+    st.sets(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=4),
+    st.sets(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=2),
+    st.sets(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=2),
+    st.integers(0, 8),
+)
+def test_the_plan_with_parity_equals_a_brute_force_search(has_slot, has_capsule, has_parity, without):
+    """And one more parity slot never gives an older base."""
+    placement = GUARDED
+    slots = [held(rank, step, node=f"n{rank}", n=step) for rank, step in sorted(has_slot)]
+    copies = [HeldCapsule(f"n{(rank + 1) % 3}", rank, at(step), OWN) for rank, step in sorted(has_capsule)]
+    parities = [each for step in (1, 2, 3) for each in parity(placement, step) if (each.rank, step) in has_parity]
+    found = recovery.plan(slots, copies, {ONE: placement}, FRESH, parity=parities)
+    whole = []
+    for step in (1, 2, 3):
+        lost = [rank for rank in range(3) if (rank, step) not in has_slot]
+        others = [rank for rank in range(3) if rank not in lost]
+        if not lost or (
+            len(lost) == 1 and (lost[0], step) in has_capsule and all((rank, step) in has_parity for rank in others)
+        ):
+            whole.append(step)
+    assert (found.base and found.base.step) == max(whole, default=None)
+    fewer = recovery.plan(slots, copies, {ONE: placement}, FRESH, parity=parities[:without] + parities[without + 1 :])
+    assert (fewer.base.step if fewer.base else 0) <= (found.base.step if found.base else 0)
+
+
+GUARDED = guarded(3)
