@@ -124,6 +124,10 @@ def mover_settings(settings: DaemonSettings) -> MoverSettings:
         raise ConfigError(
             f"--bulk {settings.bulk} is neither HOST nor HOST:PORT.", "e.g. --bulk 10.1.0.7 or --bulk [fd00::7]:29701"
         )
+    if host in ("*", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"--bulk {settings.bulk} names no address that other nodes can call.", "give one of this node's own"
+        )
     if not settings.tls and not settings.insecure and not rpc.is_loopback(host):
         raise ConfigError(
             f"--bulk {settings.bulk} is reachable from other hosts, and there is no TLS.",

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from reft.wire.process import set_oom_score
-from reft_daemon.mover.child import MoverChild
+from reft_daemon.mover.child import CommandServer
 from reft_daemon.mover.range_server import RangeServer
 
 OOM_SCORE = 900  # a lost mover costs one turn of the exchange
@@ -43,7 +43,7 @@ def main() -> None:
     server = RangeServer(listener, server_tls if files else None, settings.bytes_per_s)
     channel = socket.socket(fileno=settings.channel)
     try:
-        MoverChild(channel, server, client_tls if files else None).run()
+        CommandServer(channel, server, client_tls if files else None).run()
     finally:
         os._exit(0)  # threads may be waiting for other nodes
 

@@ -38,7 +38,7 @@ TELL_BYTES: Final = 64 << 20  # between two news of a pull
 
 
 @dataclass
-class ParityFold:
+class ParityMap:
     """A parity slot that is being made.
 
     Attributes:
@@ -78,7 +78,7 @@ class RunningPull:
             self.cancel()
 
 
-class MoverChild:
+class CommandServer:
     """Carries out the daemon's commands.
 
     Args:
@@ -94,7 +94,7 @@ class MoverChild:
         self._server = server
         self._tls = tls
         self._pool = ThreadPoolExecutor(PULLS_MAX, "reft-pull")
-        self._folds: dict[int, ParityFold] = {}
+        self._folds: dict[int, ParityMap] = {}
         self._pulls: dict[int, RunningPull] = {}
         self._offered: dict[str, list[OfferedSlot]] = {}
 
@@ -134,7 +134,7 @@ class MoverChild:
 
     def _begin(self, message: ControlMessage, descriptors: Sequence[int]) -> None:
         slot = SlotMap(map_file(descriptors[0], message["file_bytes"])[1])
-        self._folds[message["id"]] = ParityFold(message["job"], slot)
+        self._folds[message["id"]] = ParityMap(message["job"], slot)
         self._start(message["id"], self._begin_slot, message)
 
     def _pull(self, message: ControlMessage, _: Sequence[int]) -> None:

@@ -327,6 +327,7 @@ class TurnService:
         version = Version(job.epoch, step)
         if self._protected.get(job.id, (None, 0.0))[0] != version:
             self._protected[job.id] = version, time.monotonic()
+            self._noted.pop(job.id, None)
             parity.settle(job)  # the guard's parity is no longer needed
         lost = frozenset(
             UnguardedLane(step, local.number, words)

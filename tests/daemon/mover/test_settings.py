@@ -1,0 +1,63 @@
+"""Tests --bulk and --protect-bandwidth: where and how fast a mover sends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from reft.errors import ConfigError
+from reft_daemon.main import mover_settings
+from reft_daemon.mover.mover import MoverSettings
+
+
+def parsed(**changes: object) -> MoverSettings:
+    facts = {"bulk": "", "protect_bandwidth": "auto", "host": "node7", "tls": None, "insecure": False}
+    return mover_settings(SimpleNamespace(**{**facts, **changes}))
+
+
+def test_without_bulk_the_mover_listens_where_the_daemon_does():
+    assert parsed() == MoverSettings("node7", 0, 0, None, "")
+    assert parsed(host="") == MoverSettings("127.0.0.1", 0, 0, None, "")
+
+
+@pytest.mark.parametrize(
+    ("bulk", "host", "port"),
+    [
+        ("127.0.0.2", "127.0.0.2", 0),
+        ("127.0.0.2:29701", "127.0.0.2", 29701),
+        ("[::1]", "::1", 0),
+        ("[::1]:5", "::1", 5),
+        ("localhost:0", "localhost", 0),
+    ],
+)
+def test_bulk_names_another_address(bulk, host, port):
+    assert parsed(bulk=bulk) == MoverSettings(host, port, 0, None, host)
+
+
+@pytest.mark.parametrize("bulk", [":5", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "::1", "fd00::7:29701"])
+def test_a_wrong_bulk_is_refused(bulk):
+    with pytest.raises(ConfigError, match="neither HOST nor HOST:PORT"):
+        parsed(bulk=bulk)
+
+
+@pytest.mark.parametrize("bulk", ["0.0.0.0", "*:5", "[::]:5"])
+def test_an_address_that_other_nodes_can_not_call_is_refused(bulk):
+    with pytest.raises(ConfigError, match="names no address"):
+        parsed(bulk=bulk, insecure=True)
+
+
+def test_plain_text_beyond_loopback_is_refused():
+    with pytest.raises(ConfigError, match="there is no TLS"):
+        parsed(bulk="10.1.0.7")
+    assert parsed(bulk="10.1.0.7", insecure=True).host == "10.1.0.7"
+
+
+def test_the_rate_is_bytes_per_second():
+    assert parsed(protect_bandwidth="200M/s").bytes_per_s == parsed(protect_bandwidth="200M").bytes_per_s == 200 << 20
+
+
+@pytest.mark.parametrize("rate", ["0", "1023k", "fast", "-5M", ""])
+def test_a_wrong_rate_is_refused(rate):
+    with pytest.raises(ConfigError):
+        parsed(protect_bandwidth=rate)
