@@ -378,7 +378,7 @@ class Arena:
             raise _no_room_or_attach_error(
                 error,
                 f"{geometry.file_bytes} bytes for slot {name} can't be allocated: {error}.",
-                "attach with slots=2",
+                "attach with fewer slots",
             ) from error
         return new_slots
 

@@ -39,7 +39,7 @@ def limits(
         MemoryLimit(
             "the machine's free memory",
             memory.available - int(margin * memory.total) + spare_bytes,
-            "free memory on this node, or attach with slots=2",
+            "free memory on this node, or attach with fewer slots",
         )
     ]
     if budget_bytes:
@@ -47,7 +47,7 @@ def limits(
             MemoryLimit(
                 "--memory",
                 budget_bytes - held_bytes,
-                "start reft-daemon with a larger --memory, or attach with slots=2",
+                "start reft-daemon with a larger --memory, or attach with fewer slots",
             )
         )
     for group in _groups(proc, cgroups):
@@ -57,7 +57,7 @@ def limits(
                 MemoryLimit(
                     f"the memory limit of the cgroup {group}",
                     free + spare_bytes,
-                    "raise the container's memory limit, or attach with slots=2",
+                    "raise the container's memory limit, or attach with fewer slots",
                 )
             )
     return bounds

@@ -52,7 +52,8 @@ class Sealed:
 
     Attributes:
         whole: every rank has sealed the newest marked step.
-        protected: the step also survives the loss of `tolerate` failure domains.
+        protected: the step also survives the loss of `tolerate` failure domains. State that exists
+            once does so a while later: once its parity lies on other nodes.
         step: the newest step known to be whole; -1 if none.
     """
 
@@ -243,7 +244,8 @@ class SnapshotWindow:
         is_whole = self.snapshots.whole_step >= self.step
         if not is_whole and self._taken_step == self.step:
             is_whole = self.snapshots.wait(self.step, deadline_s)
-        return Sealed(is_whole, is_whole and self.snapshots.is_protected, self.snapshots.whole_step)
+        is_protected = is_whole and self.snapshots.is_protected(self.step)
+        return Sealed(is_whole, is_protected, self.snapshots.whole_step)
 
     def holds(self, parameter: int) -> bool:
         """Returns whether snapshots hold the parameter with this id."""

@@ -228,10 +228,16 @@ class Snapshotter:
             slots=len(self.slots) - len(kept.pinned - {kept.whole}),
         )
 
+    def is_protected(self, step: int) -> bool:
+        """Whether a whole step survives the loss of `tolerate` failure domains now.
+
+        State that exists once does so from the end of the step's turn on.
+        """
+        return not self._is_exposed and (not self.facts.placement.guard_lanes or self.reporter.pins.protected >= step)
+
     @cached_property
-    def is_protected(self) -> bool:
-        """Whether a whole version survives the loss of `tolerate` failure domains."""
-        return not exposures(self.facts.placement)
+    def _is_exposed(self) -> bool:
+        return bool(exposures(self.facts.placement))
 
     def misfits(self) -> bool:
         """Decides whether this rank's state misfits the placement, by the last snapshot."""
