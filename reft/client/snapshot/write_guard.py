@@ -43,6 +43,8 @@ class WriteGuard:
         assert self._at_fence is not None
         if self._at_fence == self._at_mark:
             return
-        for name, before, after in zip(self._tensor_index.locations.names, self._at_mark, self._at_fence, strict=True):
+        for name, before, after in zip(
+            self._tensor_index.locations.names(), self._at_mark, self._at_fence, strict=True
+        ):
             if before != after:
                 raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from reft.client.memory.entries import are_same, source_of
 from reft.client.state.extract.dtensor import Region, local_piece
 from reft.client.state.inner_tensors import PLAIN_TYPES, InnerTensor, inner_region, inner_tensors
 from reft.client.state.parameters import ParameterNames
@@ -96,7 +97,8 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 SHAPE = attrgetter("shape")
 ADDRESS = torch.Tensor.data_ptr
-END = object()  # equals no entry of any container
+NUMEL = torch.Tensor.numel
+BLOCK = 1024  # fixed tensors of which all facts are read before the next ones: so many fit into a core's cache
 
 
 class TensorPlaces:
@@ -109,9 +111,10 @@ class TensorPlaces:
         self._sizes: list[tuple[Any, int]] = []
         # Containers without entries, as most modules have.
         self._empty: list[Any] = []
-        self._views: list[Iterable[Any]] = []
+        # What `are_same` reads of each other container, and the entries of all these.
+        self._sources: list[Iterable[Any]] = []
         self._entries: list[Any] = []
-        # Ids of the containers whose entries are all in `_entries`.
+        # Ids of the containers of which all entries are tracked.
         self._listed: set[int] = set()
         self._containers: list[MutableMapping[Any, Any]] = []
 
@@ -127,15 +130,16 @@ class TensorPlaces:
 
     def track_entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
         """Tracks the very objects in a container, so that a replaced entry is noticed."""
-        view: Iterable[Any] = container.values() if isinstance(container, Mapping) else container
+        if id(container) in self._listed:
+            return
         self._listed.add(id(container))
         if isinstance(container, MutableMapping):
             self._containers.append(container)
         if not container:
             self._empty.append(container)
             return
-        self._views.append(view)
-        self._entries.extend(view)
+        self._sources.append(source_of(container))
+        self._entries.extend(container.values() if isinstance(container, Mapping) else container)
 
     def rollback_to(self, before: TensorPlaces) -> None:
         """Removes every tensor found since `before`, and puts back replaced values."""
@@ -162,10 +166,31 @@ class TensorPlaces:
         return (
             not any(self._empty)
             and all(len(container) == size for container, size in self._sizes)
-            # END closes both lists: an added or removed entry shifts all entries after it.
-            and all(map(is_, chain(chain.from_iterable(self._views), (END,)), chain(self._entries, (END,))))
+            and are_same(self._sources, self._entries)
             and all(place.get(key) is value for place, key, value in self._single_entries)
         )
+
+
+class _FixedTensors(NamedTuple):
+    """Up to BLOCK fixed tensors: their names, and what was found of each.
+
+    Attributes:
+        names: names of the leaves.
+        locals: the local memory of each.
+        counted: the tensors on which torch counts writes.
+        addresses: the addresses of the local memory.
+        numels: the numbers of elements.
+    """
+
+    names: list[str]
+    locals: list[torch.Tensor]
+    counted: list[torch.Tensor]
+    addresses: list[int]
+    numels: list[int]
+
+    def versions(self) -> Iterable[int]:
+        """Yields how often each tensor was written in place."""
+        return map(write_count, self.counted)
 
 
 class TensorLocations:
@@ -177,12 +202,9 @@ class TensorLocations:
     """
 
     def __init__(self) -> None:
-        # Of each fixed tensor: name, local memory, and the tensor on which torch counts writes.
-        self.names: list[str] = []
-        self._fixed: list[torch.Tensor] = []
-        self._counted: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._numels: list[int] = []
+        # By the kind of state: tensors of one kind lie at equal distances, and the processor then
+        # reads ahead. In the order of discovery the kinds take turns.
+        self._fixed: dict[str, list[_FixedTensors]] = {}
         # Of each other tensor.
         self._others: list[torch.Tensor] = []
         self._other_addresses: list[int] = []
@@ -216,17 +238,18 @@ class TensorLocations:
         if staged or counted.is_inference():
             self.track_address(local)
             return
-        self.names.append(name)
-        self._fixed.append(local)
-        self._counted.append(counted)
-        self._addresses.append(local.data_ptr())
-        self._numels.append(local.numel())
+        kind = name.split(".", 3)[2] if name.startswith("optimizer.") else ""
+        blocks = self._fixed.setdefault(kind, [])
+        if not blocks or len(blocks[-1].names) == BLOCK:
+            blocks.append(_FixedTensors([], [], [], [], []))
+        for column, value in zip(blocks[-1], (name, local, counted, local.data_ptr(), local.numel()), strict=True):
+            column.append(value)
 
     def current_versions(self) -> list[int] | None:
         """Returns the fixed tensors' write counts; None if any address or size has changed.
 
-        Runs at every mark. Fixed tensors are looked at in one pass: the memory of thousands of
-        tensors does not fit into the caches, so a second pass costs as much as the first.
+        Runs at every mark. The memory of thousands of tensors does not fit into the caches. So all
+        reads of a block of tensors come before those of the next block.
         """
         if not (
             all(map(is_, map(local_tensor, self._wrappers), self._locals))
@@ -234,17 +257,23 @@ class TensorLocations:
             and list(map(SHAPE, self._others)) == self._shapes
         ):
             return None
-        rows = zip(self._fixed, self._counted, self._addresses, self._numels, strict=True)
-        versions = [
-            write_count(counted)
-            for local, counted, address, numel in rows
-            if local.data_ptr() == address and local.numel() == numel
-        ]
-        return versions if len(versions) == len(self._fixed) else None
+        versions: list[int] = []
+        for block in self._blocks():
+            if list(map(ADDRESS, block.locals)) != block.addresses or list(map(NUMEL, block.locals)) != block.numels:
+                return None
+            versions += block.versions()
+        return versions
 
     def versions(self) -> list[int]:
         """Returns how often each fixed tensor was written in place."""
-        return [write_count(counted) for counted in self._counted]
+        return [*chain.from_iterable(block.versions() for block in self._blocks())]
+
+    def names(self) -> list[str]:
+        """Returns the names of the fixed tensors, in the order of `versions`."""
+        return [*chain.from_iterable(block.names for block in self._blocks())]
+
+    def _blocks(self) -> Iterable[_FixedTensors]:
+        return chain.from_iterable(self._fixed.values())
 
 
 @dataclass

@@ -95,3 +95,26 @@ def test_tensors_made_since_then_are_removed_and_replaced_ones_put_back():
     after.add("m", state["p"], "m", state["p"]["m"])
     after.rollback_to(before)
     assert entries["a"] is A and state == {}
+
+
+def test_names_follow_the_write_counts_and_every_block_is_looked_at(monkeypatch):
+    monkeypatch.setattr("reft.client.state.tensors.BLOCK", 2)
+    names = [f"{kind}model.0.{i}" for i in range(3) for kind in ("", "optimizer.0.step.", "optimizer.0.exp_avg.")]
+    tensors = {name: torch.zeros(4) for name in names}
+    locations = TensorLocations()
+    for name, tensor in tensors.items():
+        locations.track(name, tensor, tensor, tensor, staged=False)
+    before = locations.current_versions()
+    assert before == locations.versions() and sorted(locations.names()) == sorted(names)
+    for name, tensor in tensors.items():
+        tensor.add_(1)
+        after = locations.current_versions()
+        assert [each for each, a, b in zip(locations.names(), before, after, strict=True) if a != b] == [name]
+        before = after
+    for tensor in tensors.values():
+        memory, tensor.data = tensor.data, torch.zeros(4)
+        assert locations.current_versions() is None
+        tensor.data = memory[:3]  # fewer elements at the same address
+        assert locations.current_versions() is None
+        tensor.data = memory
+        assert locations.current_versions() == before
