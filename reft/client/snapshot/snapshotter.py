@@ -226,6 +226,7 @@ class Snapshotter:
             delay=delay,
             # The pins are the same on all ranks, also on one whose slots lack a pinned version.
             slots=len(self.slots) - len(kept.pinned - {kept.whole}),
+            extra_state=self.host.extra_state_cost(),
         )
 
     def is_protected(self, step: int) -> bool:

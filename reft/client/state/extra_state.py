@@ -1,11 +1,12 @@
 """What modules keep beside their tensors (`get_extra_state`: fp8 scales, …), asked at every mark.
 
     attach    asked twice: too slow, too large or pickled ─► refused, with the module's name
-    mark      asked again, in the training thread: the answer is the state of this step
+    mark      asked again, in the training thread: the answer is the state of this step;
+              too slow or too large now ─► fewer steps are taken (core/commit/cost_spacing.py)
     restore   a value that `set_extra_state` would unpickle ─► refused, unless the user allows it
 
 An answer is never reused for a later step. Asking may wait for a device, and that counts as cost of
-the snapshot: with every="auto" snapshots become rarer.
+the snapshot: with every="auto" the measured interval grows.
 
 Some modules answer with a pickle, and unpickle what they are handed. A pickle runs code, and what
 is restored may come from another node. So `Config(allow_pickled_extra_state=True)` is needed.
@@ -16,8 +17,8 @@ from __future__ import annotations
 import math
 import pickletools
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,16 @@ import torch
 from torch import nn
 
 from reft.client.state.serialization import to_plain
+from reft.core.commit.cost_spacing import BYTES_MAX, SECONDS_MAX, ExtraStateCost
 from reft.errors import RestoreError, UnsupportedState
 from reft.wire import capsule_format
 
-SECONDS_MAX = 0.05  # for all modules together, for each step between two snapshots
-BYTES_MAX = 512 << 10  # for all modules together: half of a capsule
 ALLOW = "Config(allow_pickled_extra_state=True), or REFT_ALLOW_PICKLED_EXTRA_STATE=1, if you trust all nodes of the job"
 # How torch.save and each modern pickle begin. A mark compares only this, since parsing takes long.
 BEGINNINGS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExtraState:
     """A module's extra state, wrapped like an object of the user.
 
@@ -43,11 +43,13 @@ class ExtraState:
         name: name of the module in the job.
         module: the module.
         allows_pickles: whether the user has allowed pickled answers.
+        cost: what the newest answer cost; None if no answer came since it was last read.
     """
 
     name: str
     module: nn.Module
     allows_pickles: bool = False
+    cost: ExtraStateCost | None = field(default=None, compare=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the module's answer for this step.
@@ -55,7 +57,9 @@ class ExtraState:
         Raises:
             UnsupportedState: the answer is a pickle.
         """
+        began_s = time.perf_counter()
         answer = self.module.get_extra_state()
+        self.cost = ExtraStateCost(time.perf_counter() - began_s, _nbytes(answer), self.name)
         if not self.allows_pickles and any(data.startswith(BEGINNINGS) for data in _raw(answer)):
             raise UnsupportedState(
                 f"{self.name}: {type(self.module).__name__}.get_extra_state returns a pickle, which a restore would execute.",
@@ -134,10 +138,32 @@ def check_cost(states: Mapping[str, ExtraState], every: int, adapts: bool) -> No
         )
 
 
+def cost_at_mark(states: Sequence[ExtraState]) -> ExtraStateCost | None:
+    """Returns what the answers since the last call cost together; None if there were none."""
+    costs = [state.cost for state in states if state.cost is not None]
+    for state in states:
+        state.cost = None
+    if not costs:
+        return None
+    seconds, nbytes = sum(cost.seconds for cost in costs), sum(cost.nbytes for cost in costs)
+    return ExtraStateCost(seconds, nbytes, max(costs).name)
+
+
 def _seconds(state: ExtraState) -> float:
     began_s = time.perf_counter()
     state.state_dict()
     return time.perf_counter() - began_s
+
+
+def _nbytes(answer: Any) -> int:
+    """Returns the size of the bytes, arrays and tensors in an answer."""
+    if isinstance(answer, (bytes, bytearray)):
+        return len(answer)
+    if isinstance(answer, (torch.Tensor, np.ndarray)):
+        return int(answer.nbytes)
+    if isinstance(answer, (dict, list, tuple)):
+        return sum(map(_nbytes, answer.values() if isinstance(answer, dict) else answer))
+    return 0
 
 
 def _raw(answer: Any) -> Iterator[bytes]:

@@ -14,9 +14,11 @@ import torch
 
 from reft.client.memory.cuda import HostCopy, begin_host_copy
 from reft.client.state import random_state, serialization, structure
+from reft.client.state.extra_state import ExtraState, cost_at_mark
 from reft.client.state.parameters import ParameterNames
 from reft.client.state.serialization import finished, from_plain, to_plain
 from reft.client.state.tracked_objects import TrackedObjects
+from reft.core.commit.cost_spacing import ExtraStateCost
 from reft.errors import ConfigError, LayoutChanged, UnsupportedState
 from reft.wire.capsule_format import NameTable
 from reft.wire.slot_format import CAPSULE_MAX
@@ -43,6 +45,7 @@ class HostState:
         self._tracked = tracked
         self._begin_copy = begin_copy
         self._objects = objects
+        self._extra_states = [value for value in objects.values() if isinstance(value, ExtraState)]
         self._names = tracked.names()
         for name, value in objects.items():
             if not isinstance(value, torch.Generator) and not (
@@ -76,6 +79,10 @@ class HostState:
             "state": {name: to_plain(_state_of(value), self._begin_copy) for name, value in self._objects.items()},
             "random": random_state.take(),
         }
+
+    def extra_state_cost(self) -> ExtraStateCost | None:
+        """Returns what the modules' extra state cost since the last call; None if not asked."""
+        return cost_at_mark(self._extra_states)
 
     def check_size(self, names: NameTable) -> None:
         """Encodes the tree once, before training, to check its size.

@@ -1,7 +1,8 @@
 """Decides at each mark whether to snapshot the step, and measures the cost of snapshots.
 
     is the step due? (snapshot_interval.py)
-      └► yes: does the backoff allow it while the round lags? (lag_backoff.py)
+      └► yes: do the backoff, while the round lags (lag_backoff.py), and the cost of extra state
+              (cost_spacing.py) allow it?
            ├► yes: take the snapshot
            └► no: leave the step out: it is void at the fence, unless `seal` takes it before
 
@@ -10,7 +11,7 @@
 
 The trainer asks once at each mark, and gets an answer. With every="auto" the cost is measured from
 mark to mark, the requested interval is sent to the round, and the round returns the agreed
-interval. With every=n nothing is measured: every n-th step is due.
+interval. With every=n every n-th step is due, and only the cost of extra state is measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from reft.core.commit.cost_spacing import CostSpacing, ExtraStateCost
 from reft.core.commit.lag_backoff import backoff_interval
 from reft.core.commit.snapshot_interval import (
     DueSteps,
@@ -41,6 +43,8 @@ class CadenceFacts(NamedTuple):
             if never.
         delay: the longest delay of an outcome, in steps.
         slots: number of this rank's slots that pins leave; see `backoff_interval`.
+        extra_state: what the modules' extra state cost in the window that ends; None if no module
+            was asked.
     """
 
     now_s: float
@@ -51,6 +55,7 @@ class CadenceFacts(NamedTuple):
     last_void: int | None
     delay: int
     slots: int
+    extra_state: ExtraStateCost | None = None
 
 
 class CadenceAnswer(NamedTuple):
@@ -81,6 +86,7 @@ class SnapshotCadence:
     due_steps: DueSteps
     interval: IntervalEstimator
     _controls: OverheadMeter = field(default_factory=OverheadMeter)
+    _costs: CostSpacing = field(default_factory=CostSpacing)
     _last_mark_s: float = 0.0
     _last_held_s: float = 0.0
     _first_due: int | None = None  # the first due step since attach, or since the last re-attach
@@ -89,14 +95,20 @@ class SnapshotCadence:
         """Decides about `step`, which this mark has ended; measures the iteration."""
         requested_every = self._measure(facts) if self.due_steps.adapts else 0
         notice = self._hear(facts.interval)
+        if not self.due_steps.adapts and facts.extra_state is not None:
+            notice = self._costs.observe(facts.extra_state, self.every(step))
         if not self.due_steps.due(step):
             return CadenceAnswer(False, "", requested_every, notice)
         backoff = self._backoff(step, facts)
-        if step // self.every(step) % backoff == 0:
+        due = step // self.every(step)
+        if due % backoff == 0 and due % self._costs.spacing == 0:
             return CadenceAnswer(True, "", requested_every, notice)
-        left_out = (
-            f"the round lags behind training: until it catches up, only one of {backoff} due steps is snapshotted."
+        why = (
+            "the round lags behind training: until it catches up"
+            if due % backoff
+            else "extra state costs more than its budget: until it costs less"
         )
+        left_out = f"{why}, only one of {max(backoff, self._costs.spacing)} due steps is snapshotted."
         return CadenceAnswer(False, left_out, requested_every, notice)
 
     def _measure(self, facts: CadenceFacts) -> int:

@@ -154,3 +154,27 @@ def test_answers_that_take_too_long_need_a_longer_interval(monkeypatch):
     assert "every=2, or every='auto'" in str(refused.value)
     check_cost(states, every=2, adapts=False)
     check_cost(states, every=1, adapts=True)
+
+
+def test_extra_state_that_grows_over_its_budget_later_makes_snapshots_rarer(attach, caplog):
+    model = nn.Sequential(nn.Linear(2, 2), Counting())
+    optimizer = sgd(model)
+    size, asked_at = [1], []
+
+    def train(until):
+        for step in session.steps(until):
+            step_once(model, optimizer)
+            model[1].get_extra_state = lambda: (asked_at.append(step + 1), torch.zeros(size[0], dtype=torch.uint8))[1]
+
+    session = attach(model, optimizer)
+    train(4)
+    assert asked_at == [1, 2, 3, 4]
+    size[0] = int(1.5 * BYTES_MAX)
+    train(12)
+    assert asked_at[4:] == [5, 6, 8, 10, 12], "two snapshots over the budget, then one of two steps"
+    said = [record.message for record in caplog.records if "extra state (get_extra_state) takes" in record.message]
+    assert len(said) == 1 and f"and {size[0]} bytes at each snapshot, most of the time for model.0.1" in said[0]
+    size[0] = 1
+    train(18)
+    assert asked_at[9:] == [14, 15, 16, 17, 18], "it costs less again"
+    assert session.seal(timeout=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reft.core.commit.cost_spacing import SECONDS_MAX, ExtraStateCost
 from reft.core.commit.snapshot_cadence import CadenceAnswer, CadenceFacts, SnapshotCadence
 from reft.core.commit.snapshot_interval import MEASURED, DueSteps, IntervalEstimator, SnapshotInterval
 
@@ -74,3 +75,37 @@ def test_after_a_restart_the_first_interval_is_in_force_again():
     assert asked.every(7) == 1
     asked.at_mark(7, facts(now_s=1e6, held_s=1e6, has_snapshot=True))
     assert asked.interval.snapshots == 0, "the time of a re-attach is no stall"
+
+
+SLOW, FAST = ExtraStateCost(2.5 * SECONDS_MAX, 0, "model.0"), ExtraStateCost(0.001, 0, "model.0")
+
+
+def test_steps_are_left_out_while_extra_state_costs_too_much():
+    asked = cadence()
+    answers = {}
+    for step in range(1, 17):
+        was_taken = step > 1 and answers[step - 1].takes
+        cost = (SLOW if step <= 9 else FAST) if was_taken else None
+        answers[step] = asked.at_mark(step, facts(whole_step=step - 1, extra_state=cost))
+    assert [step for step, answer in answers.items() if answer.takes] == [1, 2, 4, 8, 12, 13, 14, 15, 16]
+    assert [step for step, answer in answers.items() if answer.notice] == [3], "two snapshots were over the budget"
+    assert answers[5].left_out == (
+        "extra state costs more than its budget: until it costs less, only one of 4 due steps is snapshotted."
+    )
+
+
+def test_a_rank_that_lags_and_a_rank_with_slow_extra_state_share_steps():
+    slow, lagging = cadence(), cadence()
+    for _ in range(2):
+        slow.at_mark(1, facts(extra_state=SLOW))
+        lagging.at_mark(1, facts())
+    taken = [
+        {step for step in range(65, 97) if asked.at_mark(step, facts(whole_step=0, **more)).takes}
+        for asked, more in ((slow, {}), (lagging, {"last_void": 64, "delay": 8}))
+    ]
+    assert taken == [{*range(68, 97, 4)}, {80, 96}], "the lag takes multiples of 16, the cost multiples of 4"
+
+
+def test_with_an_interval_that_adapts_extra_state_is_part_of_the_measured_stall():
+    asked = cadence(adapts=True)
+    assert all(asked.at_mark(step, facts(whole_step=step - 1, extra_state=SLOW)).takes for step in range(1, 9))
