@@ -159,6 +159,8 @@ class Session:
             training did when the copy of the bytes began; at the fence training waited
         gap_error, gap_error_worst: relative difference between the gaps by the schedule's closed
             form and the measured gaps, in total and for the worst gap; -1 if they can't be compared
+        reviews_over: 1 if no new layout is made until the job restarts, because a rank was missing
+            in a review of the placement; else 0
         streaming_copy: 1 if snapshots of host memory bypass the caches, else 0
         """
         return self._window.stats()

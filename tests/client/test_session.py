@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -285,6 +286,16 @@ def test_stats_report_streaming_copy(attach, monkeypatch, is_past_caches):
     assert session.stats()["streaming_copy"] == is_past_caches
     session.close()
     assert session.stats()["streaming_copy"] == is_past_caches
+
+
+def test_stats_tell_that_reviews_have_ended(attach):
+    session = attach(*make())
+    assert session.stats()["reviews_over"] == 0, "a single rank has no reviews"
+    reviews = SimpleNamespace(is_over=False, at=lambda step, snapshots: snapshots, end=lambda snapshots: snapshots)
+    session.review(reviews)
+    assert session.stats()["reviews_over"] == 0
+    reviews.is_over = True
+    assert session.stats()["reviews_over"] == 1
 
 
 def test_an_unsealed_slot_is_not_reused_even_if_its_step_is_void(attach, monkeypatch):

@@ -24,8 +24,9 @@ Invariants
   2. If an attempt fails before `decide`, snapshots of the old epoch go on, and a later mark tries
      again. From `decide` on the old epoch may be over, so the threads try again until the new one
      holds. Training goes on in all cases.
-  3. If a rank is missing in an exchange, the rank group is of no more use, and reviews end. A rank
-     that is only late is not missing: no exchange begins before all threads wait.
+  3. If a rank is missing in an exchange, the rank group is of no more use, and reviews end until the
+     job restarts. `session.stats()` and one line of the log say so. A rank that is only late is not
+     missing: no exchange begins before all threads wait.
 """
 
 from __future__ import annotations
@@ -105,6 +106,9 @@ class PlacementReviews:
         context: of the attach that made the session; its rank group stays open until `end`.
         mismatched: names of the leaves of which each rank keeps its own copy now.
         start: the first step of the session.
+
+    Attributes:
+        is_over: whether reviews have ended, because the rank group is of no more use.
     """
 
     def __init__(self, context: AttachContext, mismatched: Sequence[str], start: int) -> None:
@@ -113,7 +117,7 @@ class PlacementReviews:
         self._step = self._last_step = start  # of the newest mark; when the last attempt ended
         self._attempts = 0  # since attach
         self._ended = 0  # attempts that failed in this epoch
-        self._is_over = False  # whether the rank group is of no more use
+        self.is_over = False
         self._thread: threading.Thread | None = None
         self._ready: Snapshotter | None = None  # the snapshotter of the new layout
         self._is_replaced, self._is_closing = threading.Event(), threading.Event()
@@ -127,7 +131,7 @@ class PlacementReviews:
         if self._ready is not None:
             snapshots, self._ready = self._ready, None
             self._is_replaced.set()
-        if self._is_over or (self._thread is not None and self._thread.is_alive()):
+        if self.is_over or (self._thread is not None and self._thread.is_alive()):
             return snapshots
         wants = snapshots.misfits() and is_review_due(step - self._last_step, self._attempts)
         attempt = attempt_to_report(self._ended, wants, snapshots.reporter.layout)
@@ -167,7 +171,7 @@ class PlacementReviews:
             new_snapshots, manifest = reattach(self.context, self.mismatched, snapshots, self._is_closing)
         except Exception as error:
             # No error of reft may stop training.
-            self._is_over = not isinstance(error, ReftError) or isinstance(error, RanksMissing)
+            self.is_over = not isinstance(error, ReftError) or isinstance(error, RanksMissing)
             self._note_failure(error)
             self._attempts, self._ended, self._last_step = self._attempts + 1, self._ended + 1, self._step
             return
@@ -180,8 +184,16 @@ class PlacementReviews:
         snapshots.retire()
 
     def _note_failure(self, error: Exception) -> None:
-        later = "reft no longer reviews its placement" if self._is_over else "the placement was not made anew"
-        log.warning("rank %d: %s: %s Training goes on.%s", self.context.rank, later, message(error), remedy(error))
+        if not self.is_over:
+            text = f"the placement was not made anew: {message(error)} Training goes on.{remedy(error)}"
+            log.warning("rank %d: %s", self.context.rank, text)
+            return
+        log.error(
+            "rank %d: reft no longer reviews its placement: %s Training goes on. Until the job restarts, state that attach "
+            "could not predict stays unreplicated, and while replicas differ no step becomes whole.\nFix: restart the job",
+            self.context.rank,
+            message(error),
+        )
 
 
 def reattach(

@@ -69,7 +69,12 @@ class PlacementReviewer(Protocol):
     """Checks whether the state still fits the placement, and makes a new layout beside training.
 
     See `reft.client.attach.reattach`.
+
+    Attributes:
+        is_over: whether reviews have ended before the session, because a rank was missing.
     """
+
+    is_over: bool
 
     def at(self, step: int, snapshots: Snapshotter) -> Snapshotter:
         """Returns the snapshotter from this mark on: the same, or that of a new layout."""
@@ -286,6 +291,7 @@ class SnapshotWindow:
             "bytes": snapshots.planner.bytes_per_snapshot() if snapshots else 0,
             "gap_error": comparison.total if comparison else -1.0,
             "gap_error_worst": comparison.worst if comparison else -1.0,
+            "reviews_over": int(self.reviews is not None and self.reviews.is_over),
             "streaming_copy": int(streaming.is_past_caches),
             "stall_ms": 1000 * copy_stats.stall_s / max(history.sealed, 1),
             "bubble_fraction": copy_stats.written(Tier.GAP) / max(copy_stats.written(), 1),

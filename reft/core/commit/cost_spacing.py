@@ -65,10 +65,8 @@ class CostSpacing:
             every: the snapshot interval, in steps.
         """
         steps, self._last_steps = min(cost.steps, self._last_steps), cost.steps
-        if steps > every * self.spacing:
-            self.spacing = _spacing(steps / every)
-        elif self.spacing > 1 and 4 * cost.steps <= every * self.spacing:
-            self.spacing = _spacing(2 * cost.steps / every)
+        falling = min(self.spacing, _spacing(2 * cost.steps / every))
+        self.spacing = max(falling, _spacing(steps / every))
         if self.spacing == 1 or self._was_told:
             return ""
         self._was_told = True

@@ -147,11 +147,15 @@ def test_a_failed_attempt_is_tried_again_at_a_later_mark(attempts, caplog):
 def test_a_missing_rank_ends_the_reviews_not_the_snapshots(attempts, caplog):
     reviews, held = PlacementReviews(context_of(), (), 10), snapshots(True, joined=1)
     attempts.append(RanksMissing("not all came"))
+    assert not reviews.is_over
     reviews.at(11, held)
     ended(reviews)
-    assert "no longer reviews its placement" in caplog.text
+    assert reviews.is_over
     held.reporter.layout = LayoutOutcome(2, 2)
     assert all(reviews.at(step, held) is held for step in range(12, 40)) and not attempts
+    said = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 1 and "reft no longer reviews its placement: not all came" in said[0]
+    assert "while replicas differ no step becomes whole.\nFix: restart the job" in said[0]
 
 
 BASE, OWN = Version(Epoch(2, b"b" * 16), 6), Epoch(3, b"c" * 16)
