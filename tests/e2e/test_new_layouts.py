@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from reft.wire.inventory import JobSurvey
@@ -23,7 +25,7 @@ def restorable_step(daemon) -> int:
     return base.step if base else -1
 
 
-def longest_step_beside_a_standing_rank(daemon, stands_s: float) -> float:
+def longest_step_beside_a_standing_rank(daemon, stands_s: float, marks: Sequence[int] = MARKS) -> float:
     """Returns the longest step of rank 1, its mark included.
 
     Rank 0 stands before some of its marks, until rank 1 has taken that many steps. The ranks have
@@ -39,10 +41,10 @@ def longest_step_beside_a_standing_rank(daemon, stands_s: float) -> float:
         "step_s": STEP_S,
         "tells": True,
         "seal_s": 1,
-        "pause_at": {"0": MARKS},
+        "pause_at": {"0": marks},
     }
-    trainers = Trainers(Spec(daemon.address, steps=len(MARKS) * stands, options=options), 2)
-    for mark in MARKS:
+    trainers = Trainers(Spec(daemon.address, steps=len(marks) * stands, options=options), 2)
+    for mark in marks:
         gate = trainers.folder / f"0.gate{mark}"
         until(gate.exists, 60, what=f"rank 0 at mark {mark}")
         passed = trainers.step(1) + stands
@@ -62,6 +64,11 @@ def test_no_step_waits_for_a_rank_that_stands(daemon):
 @pytest.mark.soak
 def test_no_step_waits_for_a_rank_that_stands_for_a_minute(daemon):
     assert longest_step_beside_a_standing_rank(daemon, 60.0) < WAIT_S
+
+
+@pytest.mark.soak
+def test_no_step_waits_for_a_rank_that_stands_again_and_again_for_a_minute(daemon):
+    assert longest_step_beside_a_standing_rank(daemon, 5.0, [*MARKS, *range(24, 88, 8)]) < WAIT_S
 
 
 def test_clipped_replicas_of_one_node_come_back_with_the_bytes_of_each_rank(daemon):

@@ -24,9 +24,9 @@ Invariants
   2. If an attempt fails before `decide`, snapshots of the old epoch go on, and a later mark tries
      again. From `decide` on the old epoch may be over, so the threads try again until the new one
      holds. Training goes on in all cases.
-  3. If a rank is missing in an exchange, the rank group is of no more use, and reviews end until the
-     job restarts. `session.stats()` and one line of the log say so. A rank that is only late is not
-     missing: no exchange begins before all threads wait.
+  3. If a rank is missing in an exchange, the rank group is of no more use, and reviews end until
+     the job restarts. `session.stats()` and one line of the log say so. A rank that is only late is
+     not missing: no exchange begins before all threads wait.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ the views serve.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -22,19 +23,20 @@ def _view(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, Mapping) else container
 
 
-try:
+def _are_same(sources: list[Iterable[Any]], entries: list[Any], /) -> bool:
+    # END closes both lists: an added or removed entry shifts all entries after it.
+    return all(map(is_, chain(chain.from_iterable(sources), (END,)), chain(entries, (END,))))
+
+
+def _dict_or_view(container: Any) -> Iterable[Any]:
+    return container if type(container) in DICTS else _view(container)
+
+
+# source_of(container): what `are_same` reads of it. Of a mapping the values count.
+# are_same(sources, entries): whether all sources have these very objects, in their order.
+source_of: Callable[[Any], Iterable[Any]] = _view
+are_same: Callable[[list[Iterable[Any]], list[Any]], bool] = _are_same
+with contextlib.suppress(ImportError):
     from reft.client.memory import _entries
-except ImportError:
-    source_of = _view
 
-    def are_same(sources: list[Iterable[Any]], entries: list[Any]) -> bool:
-        """Returns whether the entries of all sources, in their order, are these very objects."""
-        # END closes both lists: an added or removed entry shifts all entries after it.
-        return all(map(is_, chain(chain.from_iterable(sources), (END,)), chain(entries, (END,))))
-
-else:
-    are_same = _entries.are_same
-
-    def source_of(container: Any) -> Iterable[Any]:
-        """Returns what `are_same` reads of a container, of which the values of a mapping count."""
-        return container if type(container) in DICTS else _view(container)
+    source_of, are_same = _dict_or_view, _entries.are_same

@@ -242,8 +242,12 @@ class TensorLocations:
         blocks = self._fixed.setdefault(kind, [])
         if not blocks or len(blocks[-1].names) == BLOCK:
             blocks.append(_FixedTensors([], [], [], [], []))
-        for column, value in zip(blocks[-1], (name, local, counted, local.data_ptr(), local.numel()), strict=True):
-            column.append(value)
+        block = blocks[-1]
+        block.names.append(name)
+        block.locals.append(local)
+        block.counted.append(counted)
+        block.addresses.append(local.data_ptr())
+        block.numels.append(local.numel())
 
     def current_versions(self) -> list[int] | None:
         """Returns the fixed tensors' write counts; None if any address or size has changed.

@@ -58,7 +58,9 @@ class CostSpacing:
     _was_told: bool = False
 
     def observe(self, cost: ExtraStateCost, every: int) -> str:
-        """Takes the cost of one snapshot; returns a notice the first time that steps are left out.
+        """Takes the cost of one snapshot; returns a notice once steps are left out.
+
+        The notice comes once in a session.
 
         Args:
             cost: the cost.
