@@ -26,7 +26,7 @@ HOPS_MAX, BACK_MAX = 20, 2
 QUESTIONS = set(
     "is_marked modules cadence_facts interval outcome_delays is_stale mismatched whole kept pins voids is_capturing times stamp "
     "__len__ chunk_bytes choose at __init__ to_plain storable finished layout layout_report compares_all fence close "
-    "request".split()
+    "request extra_state_cost".split()
 )
 
 
