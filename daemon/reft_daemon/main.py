@@ -35,6 +35,7 @@ from reft_daemon.arena.shortage import take_all_descriptors
 from reft_daemon.jobs.scrub import scrub_for_ever
 from reft_daemon.mover.mover import MoverSettings
 from reft_daemon.peers.round_replicator import PeerChannels
+from reft_daemon.rebuild.repair import repair_for_ever
 from reft_daemon.registry import Registry, RetentionTimes
 from reft_daemon.server import grpc_server
 from reft_daemon.server.service import DaemonIdentity, DaemonService, PeerService
@@ -233,9 +234,14 @@ async def serve(settings: DaemonSettings) -> None:
     )
     for address in addresses:
         log.info("address=%s", address)
-    scrubbing = asyncio.ensure_future(scrub_for_ever(registry.jobs, registry.scrubbed))
+    background = [
+        asyncio.ensure_future(scrub_for_ever(registry.jobs, registry.scrubbed)),
+        asyncio.ensure_future(repair_for_ever(registry)),
+    ]
     await _until_stopped(registry, socket_keeper.watch(registry, add_services), settings.idle_exit_s, settings.tls)
-    scrubbing.cancel()
+    for task in background:
+        task.cancel()
+    await asyncio.gather(*background, return_exceptions=True)  # a repair frees its draft
     await asyncio.gather(tcp_server.stop(GRACE_S), socket_keeper.close(GRACE_S))
     await registry.close(settings.purge)
     await telling

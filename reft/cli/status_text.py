@@ -35,6 +35,7 @@ def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
         daemon += f" and {format_bytes(reply.capsule_bytes_sent)} for capsules"
     if reply.damaged_slots:
         daemon += f", found {counted(reply.damaged_slots, 'slot')} changed in memory"
+        daemon += f" and repaired {reply.repaired_slots}" if reply.repaired_slots else ""
     if not jobs:
         return ["no job is held here.", daemon]
     return [line for job in jobs for line in [*job_lines(job), ""]] + wrapped("", daemon)

@@ -243,6 +243,7 @@ def document(reply: pb.StatusReply, jobs: Sequence[JobView], address: str) -> di
             "spare_limit_bytes": reply.spare_limit_bytes,
             "scrubbed_bytes": reply.scrubbed_bytes,
             "damaged_slots": reply.damaged_slots,
+            "repaired_slots": reply.repaired_slots,
             "directory": reply.directory,
             "round_bytes_sent": reply.round_bytes_sent,
             "capsule_bytes_sent": reply.capsule_bytes_sent,

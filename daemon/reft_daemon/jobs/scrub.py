@@ -5,8 +5,9 @@
 
 A slot may lie for a day until somebody starts its job again; a flipped bit would be found only by
 that restart. A damaged slot counts as lost from the moment of the scrub: surveys leave it out, so
-`status` says what is survivable without it, an attach decodes it from other nodes, and
-`reft-cli recover` makes it again. Its bytes stay until the slot is written again or freed.
+`status` says what is survivable without it, and an attach decodes it from other nodes. Once no
+trainer of the job lives here, `reft_daemon/rebuild/repair.py` makes the slot again. Until then its
+bytes stay, or until the slot is written again or freed.
 
 The scrub reads only slots of jobs that have sealed nothing for a minute, at a bounded rate. What a
 turn reads is decided by functions of plain values, at the end of this module.
@@ -60,10 +61,12 @@ class ScrubCounts:
     Attributes:
         read_bytes: bytes whose digests were compared.
         damaged: slots whose bytes had changed.
+        repaired: damaged slots that were made again from other nodes.
     """
 
     read_bytes: int = 0
     damaged: int = 0
+    repaired: int = 0
     progress: dict[SlotKey, SlotProgress] = field(default_factory=dict)
 
 
@@ -105,8 +108,8 @@ async def take_turn(jobs: Mapping[str, JobRecord], counts: ScrubCounts, now_s: f
         counts.damaged += 1
         jobs[key[0]].changes.put(key[0], ChangeKind.OUTCOME)  # it may be part of what is protected
         log.error(
-            "job=%s slot=%s, rank %d, %s has changed in memory: %s. It counts as lost; an attach or reft-cli recover "
-            "makes it again, if other nodes hold enough.",
+            "job=%s slot=%s, rank %d, %s has changed in memory: %s. It counts as lost. This daemon makes it again "
+            "once no trainer lives here, or an attach does, if other nodes hold enough.",
             key[0],
             slot.name,
             slot.rank,
@@ -120,8 +123,12 @@ def _read_chunks(slot: SlotFile, first: int) -> tuple[int, int, Sequence[str]]:
     """Returns the end of a turn's chunks, their bytes, and the damaged ones.
 
     Raises:
-        FormatError: the slot was freed or cut, or a page of its memory has failed.
+        FormatError: the leaf table or the capsule is damaged, the slot was freed or cut, or a page
+            of its memory has failed.
     """
+    if not first:
+        slot.map.table()
+        slot.map.capsule()
     size, digests = slot.map.header.geometry.chunk_bytes, slot.map.digests
     end = min(slot.map.chunks, first + max(TURN_BYTES // size, 1))
     found = enumerate(slot.map.digests_of(first, end), first)

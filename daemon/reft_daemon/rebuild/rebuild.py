@@ -15,6 +15,7 @@ error.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -68,10 +69,13 @@ class Rebuild:
     Args:
         registry: of this daemon.
         request: the request; its field `onto` is ignored here.
+        bytes_per_s: the most that is read, for a rebuild that nobody waits for. The job may expire
+            meanwhile. None: as fast as possible, and the job stays.
     """
 
     registry: Registry
     request: pb.RebuildRequest
+    bytes_per_s: float | None = None
 
     @property
     def version(self) -> Version:
@@ -169,7 +173,9 @@ class Rebuild:
         Raises:
             StaleEpoch: another epoch is in force here.
         """
-        request = self.request
+        request, job = self.request, self.registry.jobs.get(self.request.manifest.job)
+        if job is not None and job.epoch == messages.epoch_from(request.decision.epoch):
+            return job  # the decision is in force here already, and nothing has to be told
         decide = pb.DecideRequest(manifest=request.manifest, decision=request.decision, node_index=request.node_index)
         if request.HasField("base_manifest"):
             decide.base_manifest.CopyFrom(request.base_manifest)
@@ -274,10 +280,16 @@ class Rebuild:
         pieces = (piece for rank in plan.sections for piece in section_pieces(plan.placement, rank))
         total = sum(block.nbytes for block in blocks) + sum(piece.nbytes for piece in pieces)
         done, said = 0, time.monotonic()
+        began, read_before = said, sources.read_bytes
         async with contextlib.aclosing(made_slices(plan, sources.read, slots)) as slices:
             async for each in slices:
                 self._check_not_replaced(job)
-                job.ended_s = now = time.monotonic()  # the job must not expire during the rebuild
+                now = time.monotonic()
+                if self.bytes_per_s is None:
+                    job.ended_s = now  # the job must not expire during the rebuild
+                else:
+                    nbytes = sources.read_bytes - read_before
+                    await asyncio.sleep(pause_s(nbytes, now - began, self.bytes_per_s))
                 done += len(each.made) * each.lane.code.w * each.width
                 if now - said >= PROGRESS_S:
                     said = now
@@ -324,6 +336,17 @@ class Rebuild:
             self.registry.arena.free(job.slots.drafts.pop(slot.name))
         if is_new and is_held and not job.slots.all and job.epoch == messages.epoch_from(self.request.decision.epoch):
             self.registry.purge(job.id)
+
+
+def pause_s(nbytes: int, took_s: float, bytes_per_s: float) -> float:
+    """Returns how long to wait after reading bytes, so that the rate is kept.
+
+    Args:
+        nbytes: what was read so far.
+        took_s: how long that took, pauses included.
+        bytes_per_s: the rate.
+    """
+    return max(nbytes / bytes_per_s - took_s, 0.0)
 
 
 def _wrong_chunk(slot: SlotFile, digests: bytes) -> int | None:

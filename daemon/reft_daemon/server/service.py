@@ -21,8 +21,9 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
-from reft_daemon.arena.headers import header_messages, header_of, sealed_versions
+from reft_daemon.arena.headers import header_of, sealed_versions
 from reft_daemon.jobs import capsules, rounds, slot_reads, trainers
+from reft_daemon.jobs.inventory import fill_inventory
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import FENCE_DEADLINE_S
 from reft_daemon.membership.monitors import JobNotWatched
@@ -160,22 +161,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         if request.end_orphans:
             await trainers.end_orphans(job, request.launch, request.pids)
             await self._registry.turns.hold(job)
-        reply.manifest.CopyFrom(job.record.manifest)
-        reply.slots.extend(header_messages(job.id, job.slots.readable.values()))
-        reply.capsules.extend(job.capsule_replication.store.headers())
-        reply.had_whole = job.record.had_whole
-        reply.trained_s, reply.failed, reply.reached = job.trained_s, job.has_failed, job.reached
-        if job.restores is not None:
-            reply.restores.CopyFrom(job.restores)
-        reply.troubles.extend(
-            f"rank {rank}: {lease.trouble}" for rank, lease in sorted(job.leases.items()) if lease.trouble
-        )
-        if job.record.HasField("decision"):
-            reply.decision.CopyFrom(job.record.decision)
-        if job.record.HasField("base_manifest"):
-            reply.base_manifest.CopyFrom(job.record.base_manifest)
-        if job.record.HasField("guard_manifest"):
-            reply.guard_manifest.CopyFrom(job.record.guard_manifest)
+        fill_inventory(reply, job)
         clear_known_manifests(reply, request.known)
         return reply
 
@@ -367,6 +353,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             beat_bytes_sent=beats.peers.sent["Beat"], beats_sent=beats.beats_sent,
             spare_bytes=registry.arena.pool.bytes, spare_limit_bytes=registry.arena.pool.want.bytes,
             scrubbed_bytes=registry.scrubbed.read_bytes, damaged_slots=registry.scrubbed.damaged,
+            repaired_slots=registry.scrubbed.repaired,
         )  # fmt: skip
 
     async def _ask_peers(self, job: JobRecord, status: pb.JobStatus) -> None:

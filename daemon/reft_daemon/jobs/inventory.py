@@ -1,0 +1,27 @@
+"""Says what this node holds of one job, for a plan of another process."""
+
+from __future__ import annotations
+
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.headers import header_messages
+from reft_daemon.jobs.job_record import JobRecord
+
+
+def fill_inventory(reply: pb.InventoryReply, job: JobRecord) -> None:
+    """Adds manifests, decision, slots and capsules of a job to an inventory."""
+    reply.manifest.CopyFrom(job.record.manifest)
+    reply.slots.extend(header_messages(job.id, job.slots.readable.values()))
+    reply.capsules.extend(job.capsule_replication.store.headers())
+    reply.had_whole = job.record.had_whole
+    reply.trained_s, reply.failed, reply.reached = job.trained_s, job.has_failed, job.reached
+    if job.restores is not None:
+        reply.restores.CopyFrom(job.restores)
+    reply.troubles.extend(
+        f"rank {rank}: {lease.trouble}" for rank, lease in sorted(job.leases.items()) if lease.trouble
+    )
+    if job.record.HasField("decision"):
+        reply.decision.CopyFrom(job.record.decision)
+    if job.record.HasField("base_manifest"):
+        reply.base_manifest.CopyFrom(job.record.base_manifest)
+    if job.record.HasField("guard_manifest"):
+        reply.guard_manifest.CopyFrom(job.record.guard_manifest)
