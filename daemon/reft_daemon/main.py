@@ -234,14 +234,12 @@ async def serve(settings: DaemonSettings) -> None:
     )
     for address in addresses:
         log.info("address=%s", address)
-    background = [
-        asyncio.ensure_future(scrub_for_ever(registry.jobs, registry.scrubbed)),
-        asyncio.ensure_future(repair_for_ever(registry)),
-    ]
+    scrubbing = asyncio.ensure_future(scrub_for_ever(registry.jobs, registry.scrubbed))
+    repairing = asyncio.ensure_future(repair_for_ever(registry))
     await _until_stopped(registry, socket_keeper.watch(registry, add_services), settings.idle_exit_s, settings.tls)
-    for task in background:
+    for task in (scrubbing, repairing):
         task.cancel()
-    await asyncio.gather(*background, return_exceptions=True)  # a repair frees its draft
+    await asyncio.wait({scrubbing, repairing})  # a repair frees its draft
     await asyncio.gather(tcp_server.stop(GRACE_S), socket_keeper.close(GRACE_S))
     await registry.close(settings.purge)
     await telling

@@ -67,7 +67,8 @@ class DaemonProcess:
         network: path of the daemon's network namespace; empty is the one of this process.
     """
 
-    is_forked = True  # False starts `python -m reft_daemon`, which takes half a second of a core
+    is_forked = True  # False starts `python -m` with `module`, which takes half a second of a core
+    module = "reft_daemon"
 
     def __init__(
         self, *flags: str, environment: dict[str, str] | None = None, folder: Path | None = None, network: str = ""
@@ -102,7 +103,7 @@ class DaemonProcess:
         else:
             with open(self.log, "ab") as log:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "reft_daemon", *flags], stdout=log, stderr=log, env=environment,
+                    [sys.executable, "-m", self.module, *flags], stdout=log, stderr=log, env=environment,
                     start_new_session=True,
                 )  # fmt: skip
         until(lambda: self.process.poll() is not None or self.answers(), what="the daemon's start")

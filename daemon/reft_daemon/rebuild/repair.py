@@ -9,7 +9,8 @@ itself is never written: a trainer that leases it meanwhile ends the repair, and
 
 A repair waits until no trainer of the job has lived here for a minute, and leaves alone an attach
 that may still be refused. A slot that can't be repaired is tried again, since a node may come back.
-A rebuild that a person asks for may run beside a repair, so both together take two slots.
+A person's `reft-cli recover` does not wait for a repair. Both may make the same slot; a lease frees
+the one that it does not need.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ async def repair_next(registry: Registry, tries: dict[SlotKey, RepairTry], now_s
 
 
 def damaged_slots(jobs: Collection[JobRecord], now_s: float) -> dict[SlotKey, tuple[JobRecord, SlotFile, Version]]:
-    """Returns the slots that the scrub found damaged, of the jobs that may be repaired now."""
+    """Returns the slots that the scrub found damaged, if they may be repaired now."""
     return {
         (job.id, slot.name): (job, slot, slot.damaged)
         for job in jobs

@@ -77,6 +77,18 @@ def test_a_changed_byte_is_found_and_the_slot_counts_as_lost(job, caplog):
     assert header_of("job", slot) is not None, "a slot that is written again is sound"
 
 
+@pytest.mark.parametrize("part", ["leaf table", "capsule"])
+def test_a_changed_byte_beside_the_data_is_found_too(job, caplog, part):
+    slot = slot_of(job, NEW)
+    geometry = slot.map.header.geometry
+    part_offset = {"leaf table": geometry.table_offset, "capsule": geometry.capsule_offset}[part]
+    flip(slot, part_offset - geometry.data_offset)
+    counts = ScrubCounts()
+    turns(job, counts, 3)
+    assert counts.damaged == 1 and slot.damaged == NEW
+    assert f"the {part} of rank 0" in caplog.text and "has a wrong digest" in caplog.text
+
+
 def test_sound_slots_are_read_once_and_then_after_hours(job):
     counts = ScrubCounts()
     assert turns(job, counts, 4) == [CHUNK, CHUNK, 0, 0] and not counts.damaged

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import time
 from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from reft.cli.main import main
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
-from reft.errors import FormatError
+from reft.core.recovery.inventory import Inventory
+from reft.errors import AttachError, FormatError
 from reft.wire.inventory import JobSurvey
 from reft.wire.process import Process
 from reft.wire.slot_format import PAGE, Bytes
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile
-from reft_daemon.jobs import slot_reads
+from reft_daemon.jobs import slot_reads, trainers
 from reft_daemon.jobs.inventory import fill_inventory
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
@@ -26,10 +31,19 @@ from reft_daemon.jobs.scrub import BYTES_PER_S, IDLE_S, take_turn
 from reft_daemon.peers.round_replicator import PeerChannels
 from reft_daemon.rebuild import rebuild, repair
 from reft_daemon.rebuild.rebuild import Rebuild, pause_s
-from reft_daemon.rebuild.repair import AGAIN_S, RepairTry, damaged_slots, may_repair, next_repair, repair_next
+from reft_daemon.rebuild.repair import (
+    AGAIN_S,
+    RepairTry,
+    damaged_slots,
+    may_repair,
+    next_repair,
+    repair_next,
+    request_for,
+)
 from reft_daemon.registry import Registry
-from tests.daemon.rebuild.test_rebuild import Held, contents
+from tests.daemon.rebuild.test_rebuild import Held, cluster, contents, mapped, recover
 from tests.daemon.rebuild.test_rebuild_faults import with_registry
+from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import epoch_of, write
 
 VERSION, NEWER = Version(epoch_of(1), 1), Version(epoch_of(1), 2)
@@ -40,6 +54,7 @@ class Channels(PeerChannels):
 
     Attributes:
         silent: names of nodes that do not answer.
+        replaced: names of nodes in whose place another node answers.
         has_capsules: whether other nodes have the capsules that they keep.
         at_read: called before each read of a slot's data.
     """
@@ -47,6 +62,7 @@ class Channels(PeerChannels):
     def __init__(self) -> None:
         super().__init__(None, ())
         self.silent: set[str] = set()
+        self.replaced: set[str] = set()
         self.has_capsules = True
         self.at_read: Callable[[pb.Node], object] = lambda _: None
 
@@ -56,6 +72,8 @@ class Channels(PeerChannels):
         reply = await super().call(node, token, service, method, *args, **kwargs)
         if method == "Inventory" and not self.has_capsules:
             del reply.capsules[:]
+        if method == "Inventory" and node.name in self.replaced:
+            reply.node_id = "another"
         return reply
 
     async def read(self, node: pb.Node, token: bytes, request: pb.ReadRequest, into: Bytes, deadline_s: float) -> None:
@@ -155,16 +173,27 @@ def test_without_enough_nodes_the_slot_stays_damaged_until_they_answer(request_o
     async def act(registry: Registry, job: JobRecord, slot: SlotFile) -> None:
         tries: dict[object, RepairTry] = {}
         now_s = later()
-        for when_s in (now_s, now_s + AGAIN_S):
+        for when_s in (now_s, now_s + AGAIN_S + 1):
             await repair_next(registry, tries, when_s)
             assert list(job.slots.all.values()) == [slot] and registry.scrubbed.repaired == 0
         said = [line for line in caplog.messages if "stays damaged" in line]
         assert len(said) == 1 and "can't be decoded" in said[0] and "No answer from n1" in said[0]
         peers.silent = set()
-        await repair_next(registry, tries, now_s + 1.5 * AGAIN_S)
+        await repair_next(registry, tries, now_s + AGAIN_S + 2)
         assert registry.scrubbed.repaired == 0, "the next try waits"
-        await repair_next(registry, tries, now_s + 2 * AGAIN_S)
+        await repair_next(registry, tries, now_s + 2 * AGAIN_S + 2)
         assert registry.scrubbed.repaired == 1
+
+    with_damage(request_of_rank_3, peers, act)
+
+
+def test_a_node_in_whose_place_another_answers_is_no_source(request_of_rank_3, caplog):
+    peers = Channels()
+    peers.replaced = {"n1"}
+
+    async def act(registry: Registry, job: JobRecord, slot: SlotFile) -> None:
+        await repair_next(registry, {}, later())
+        assert list(job.slots.all.values()) == [slot] and "no sealed slot of ranks 1, 3" in caplog.text
 
     with_damage(request_of_rank_3, peers, act)
 
@@ -241,6 +270,71 @@ def test_a_trainer_or_an_attach_that_comes_meanwhile_ends_the_repair(request_of_
     with_damage(request_of_rank_3, peers, act)
 
 
+@pytest.mark.parametrize("happens", ["leased", "purged"])
+def test_what_happens_after_the_seal_keeps_the_damaged_slot_too(request_of_rank_3, monkeypatch, happens):
+    async def act(registry: Registry, job: JobRecord, slot: SlotFile) -> None:
+        async def happen(*_: object) -> None:
+            if happens == "leased":
+                lease_slot(job)
+            else:
+                registry.purge("job")
+
+        monkeypatch.setattr(trainers, "seal_landed", happen)
+        await repair_next(registry, {}, later())
+        assert registry.scrubbed.repaired == 1
+        if happens == "leased":
+            assert job.slots.all[slot.name] is slot and slot.path.exists()
+        else:
+            assert not registry.arena.held_bytes
+        job.leases.clear()
+
+    with_damage(request_of_rank_3, Channels(), act)
+
+
+def replies_of(held: Held, epoch: int = 1) -> dict[str, pb.InventoryReply]:
+    """Returns the inventories of the living nodes, as if they had decided `epoch`."""
+    replies = [daemon.call("Inventory", pb.InventoryRequest(job="job")) for daemon in held.job.daemons[:3]]
+    for reply in replies:
+        reply.decision.epoch.counter = epoch
+    return {reply.node_id: reply for reply in replies}
+
+
+def test_a_slot_that_another_node_holds_too_is_not_made(three_of_four):
+    replies = replies_of(three_of_four)
+    survey = JobSurvey(replies)
+    assert request_for(survey, VERSION.epoch, 3, VERSION, ()).lost[0].rank == 3
+    copy = next(iter(replies.values())).slots.add()
+    copy.CopyFrom(next(slot for reply in replies.values() for slot in reply.slots if slot.version.step == 1))
+    copy.rank, copy.slot = 3, "rank-3.slot-7"
+    with pytest.raises(AttachError, match=r"rank-3.slot-7 on node n0 holds the same"):
+        request_for(JobSurvey(replies), VERSION.epoch, 3, VERSION, ())
+
+
+def test_a_newer_attach_on_other_nodes_ends_the_repair(three_of_four):
+    with pytest.raises(AttachError, match="a newer attach"):
+        request_for(JobSurvey(replies_of(three_of_four, 2)), VERSION.epoch, 3, VERSION, ())
+    with pytest.raises(AttachError, match="a newer attach"):
+        request_for(JobSurvey({}), VERSION.epoch, 3, VERSION, ())
+
+
+def test_a_version_of_a_history_that_does_not_count_is_not_made(three_of_four):
+    other = Version(epoch_of(7), 1)
+    with pytest.raises(AttachError, match="a history that does not count"):
+        request_for(JobSurvey(replies_of(three_of_four)), VERSION.epoch, 3, other, ())
+
+
+def test_a_job_with_two_histories_is_not_repaired(request_of_rank_3, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise AttachError("job job went on more than once.")
+
+    async def act(registry: Registry, job: JobRecord, slot: SlotFile) -> None:
+        monkeypatch.setattr(Inventory, "refuse_rivals", refuse)
+        await repair_next(registry, {}, later())
+        assert list(job.slots.all.values()) == [slot] and "stays damaged: job job went on more" in caplog.text
+
+    with_damage(request_of_rank_3, Channels(), act)
+
+
 def test_a_job_that_is_purged_meanwhile_stays_purged(request_of_rank_3):
     peers = Channels()
 
@@ -300,6 +394,31 @@ def test_a_repair_is_paced(request_of_rank_3, monkeypatch):
         assert nbytes == sorted(nbytes) and 0 < nbytes[0] <= nbytes[-1]
 
     with_damage(request_of_rank_3, Channels(), act)
+
+
+class EagerDaemon(DaemonProcess):
+    is_forked, module = False, "tests.support.eager_daemon"
+
+
+def test_a_daemon_scrubs_and_repairs_by_itself_and_status_counts_it(start):
+    daemons = [*cluster(start, 2), EagerDaemon("--node", "n2")]
+    with contextlib.closing(daemons[2]):
+        held = Held(daemons, 1).end()
+        path = held.path(2)
+        saved = contents(path)
+        with open(path, "r+b") as file:
+            file.seek(mapped(path).header.geometry.data_offset + 7)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+        until(lambda: daemons[2].call("Status", pb.StatusRequest()).repaired_slots, what="a repair")
+        assert held.path(2) != path and contents(held.path(2)) == saved
+        assert json.loads(recover(daemons[0]).stdout)["outcome"] == "whole"
+        status = CliRunner().invoke(main, ["status", "--daemon", daemons[2].address], catch_exceptions=False)
+        assert "found 1 slot changed in memory and repaired 1" in " ".join(status.stdout.split())
+        document = CliRunner().invoke(main, ["status", "--json", "--daemon", daemons[2].address]).stdout
+        daemon = json.loads(document)["daemon"]
+        assert (daemon["damaged_slots"], daemon["repaired_slots"]) == (1, 1)
 
 
 def test_the_rate_of_a_repair_is_bounded():
