@@ -147,7 +147,7 @@ async def _repair(registry: Registry, job: JobRecord, slot: SlotFile, version: V
         erased |= {(each.node, each.slot, version) for each in reply.damaged}
     else:
         raise AttachError(f"sources were found damaged in {PLANS_MAX} plans.", "see the lines above")
-    if registry.jobs.get(job.id) is not job or not is_damaged(slot, version) or job.may_be_written(slot):
+    if not is_damaged(slot, version) or job.may_be_written(slot):
         return  # somebody has written or freed the slot meanwhile
     for slots in (job.slots.current, job.slots.retired):
         if slots.get(slot.name) is slot:
@@ -161,7 +161,7 @@ async def _survey(registry: Registry, job: JobRecord, slot: SlotFile, version: V
     """
     own, record = registry.arena.node_id, job.record
     nodes = {node.id: node for manifest in (record.base_manifest, record.manifest) for node in manifest.nodes}
-    others = [node for node in nodes.values() if node.id != own and not registry.peers.is_self(node)]
+    others = [node for node in nodes.values() if node.id != own]
     surveyed = await asyncio.gather(*(_inventory(registry, job, node) for node in others))
     replies = {each.node.id: each.reply for each in surveyed if is_itself(each) and each.reply.HasField("decision")}
     replies[own] = pb.InventoryReply(node=nodes[own].name if own in nodes else own, node_id=own)

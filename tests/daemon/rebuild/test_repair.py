@@ -421,6 +421,18 @@ def test_a_daemon_scrubs_and_repairs_by_itself_and_status_counts_it(start):
         assert (daemon["damaged_slots"], daemon["repaired_slots"]) == (1, 1)
 
 
+def test_a_repair_begins_no_epoch(request_of_rank_3, monkeypatch):
+    async def decide(*_: object) -> None:
+        raise AssertionError("a decision starts the watch of nodes anew")
+
+    async def act(registry: Registry, _: JobRecord, __: SlotFile) -> None:
+        monkeypatch.setattr(registry, "decide", decide)
+        await repair_next(registry, {}, later())
+        assert registry.scrubbed.repaired == 1
+
+    with_damage(request_of_rank_3, Channels(), act)
+
+
 def test_the_rate_of_a_repair_is_bounded():
     assert pause_s(200, 1.0, 100.0) == pytest.approx(1.0)
     assert pause_s(200, 3.0, 100.0) == 0.0
