@@ -123,6 +123,25 @@ def test_a_decision_under_which_a_rank_has_written_stays(failed, trainer_again):
     assert inventory.failed, "the job has not ended"
 
 
+def test_a_refusal_brings_back_the_attach_before_if_that_has_written(failed, trainer_again):
+    other = Job([(failed.daemons[0], [0, 1])], script="wrong.py")
+    other.counter = failed.counter
+    other.decide(base=failed.version(2), dropped=["rank-0.slot-2"])
+    slot, *_ = other.slots(0, trainer_again.pid, slots=2)
+    write(slot, other.version(3))
+    trainer_again.kill()
+    until(lambda: not failed.daemons[0].status("job").ranks[0].alive, what="the trainer's end")
+    before = facts(failed)
+    assert before[3] == -1, "rank 1 has not written, so nothing of the attach before is whole"
+    third = Job([(failed.daemons[0], [0])], script="third.py")
+    third.counter = other.counter
+    third.decide(base=failed.version(2))
+    assert facts(failed)[0] == "third.py"
+    refuse(third, trainer_again)
+    assert facts(failed) == before and before[0] == "wrong.py"
+    assert (SEALED, 3) in failed.headers().values(), "what the attach before has sealed stays"
+
+
 def test_a_new_job_that_was_refused_leaves_nothing(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     job.lease(0, trainer.pid)
