@@ -126,7 +126,7 @@ def test_groups_that_the_script_has_no_longer_are_refused(attach):
         ([["a"], ["b", "c"]], [["b", "c"]]),
         ([["a"]], []),
         ([["a"], ["b"], ["c"]], [["b"], ["c"]]),
-        ([["b"], ["a"]], []),  # the first group is another one
+        ([["b"], ["c"]], []),  # the first group is another one
         ([["a"], ["x"]], []),  # a parameter that no model has
         ([["a"], ["a"]], []),  # in two groups
         ([], []),
