@@ -174,7 +174,11 @@ class Rebuild:
             StaleEpoch: another epoch is in force here.
         """
         request, job = self.request, self.registry.jobs.get(self.request.manifest.job)
-        if job is not None and job.epoch == messages.epoch_from(request.decision.epoch):
+        if (
+            job is not None
+            and job.epoch == messages.epoch_from(request.decision.epoch)
+            and job.record.manifest.token == request.manifest.token
+        ):
             return job  # the decision is in force here already, and nothing has to be told
         decide = pb.DecideRequest(manifest=request.manifest, decision=request.decision, node_index=request.node_index)
         if request.HasField("base_manifest"):
