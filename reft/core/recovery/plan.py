@@ -608,12 +608,13 @@ class TransferPlan:
     def _section_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
         """Yields the slices of the lost sections that a keeper decodes, each with its window.
 
-        They end at chunk borders, so that their sources read each chunk once.
+        They end at chunk borders if a chunk fits, so that their sources read each chunk once.
         """
         olds = [old for old in self.sections if self.readers.keeper_of[old] == keeper]
         for piece in sorted((piece for old in olds for piece in section_pieces(self.placement, old)), key=_offset):
             width = min(self.sizes.band // piece.lane.D, self.sizes.piece)
-            width = max(width // self.placement.chunk_bytes * self.placement.chunk_bytes, ALIGNMENT)
+            unit = self.placement.chunk_bytes if width >= self.placement.chunk_bytes else ALIGNMENT
+            width = max(width // unit * unit, ALIGNMENT)
             for begin in range(0, piece.nbytes, width):
                 end = min(begin + width, piece.nbytes)
                 yield (piece.made.offset + begin) // self._window_bytes, piece.columns(begin, end, keeper)

@@ -7,6 +7,8 @@ import pytest
 from reft.core.coding.placement import Placement
 from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, TransferOperation
 from reft.core.recovery.rebuild_plan import DAEMON, chunk_sources, costs, rebuild_plan
+from reft.core.recovery.stripes import NO_CELL, section_pieces
+from tests.core.recovery.test_stripes import lanes_of
 from tests.support.coded_slots import one_leaf
 
 
@@ -78,3 +80,21 @@ def test_the_sources_of_a_chunk_are_those_that_are_read_for_it(scheme):
     assert len(expected) == -(-placement.rank_placement(2).data_bytes // placement.chunk_bytes)
     for chunk, (lanes, ranks) in expected.items():
         assert chunk_sources(plan, 2, chunk) == (sorted(lanes), sorted(ranks))
+
+
+def test_lost_sections_are_decoded_from_slots_and_parity():
+    placement = lanes_of([30_000, 64, 20_000])
+    (lane,) = placement.guard_lanes
+    (cost,) = costs(placement, {0, 1}, {2}, [2])
+    assert (cost.cell, cost.decoded, cost.copied, cost.parity) == (NO_CELL, 20_032, 0, 0), "with padding"
+    pieces = section_pieces(placement, 2)
+    expected: dict[int, int] = {}
+    for piece in pieces:
+        for each in piece.inputs.values():
+            expected[each.owner] = expected.get(each.owner, 0) + min(each.nbytes, piece.nbytes)
+    assert cost.read == {number: nbytes for number, nbytes in expected.items() if nbytes}
+    assert set(cost.read) <= {0, 1, 3, 4} and {3, 4} <= set(cost.read)
+    assert costs(placement, {0, 1}, {2}) == [], "without sections nothing is made"
+    plan = rebuild_plan(placement, {0, 1}, {2}, sections=[2])
+    assert chunk_sources(plan, 2, 0) == ([], sorted({each.owner for each in pieces[0].inputs.values()}))
+    assert lane.piece_bytes % placement.chunk_bytes == 0

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from reft.core.coding.placement import Placement, place
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.plan import TransferSizes
+from reft.core.recovery.plan import TransferPlan, TransferSizes
 from reft.core.recovery.rebuild_plan import SIZES, rebuild_plan
+from reft.core.recovery.stripes import parity_number
 from reft.errors import ConfigError
 from reft_daemon.rebuild.executor import ReadBytes, made_slices
 from tests.support.coded_slots import one_leaf, slots_of
+from tests.support.guarded import GuardedJob
 
 SMALL = TransferSizes(piece=4096, band=16 << 10, ahead=16 << 10)
 TINY = TransferSizes(piece=512, band=8 << 10, ahead=8 << 10)  # packets of several slices
@@ -86,6 +88,25 @@ def test_one_of_several_lost_slots_is_made_alone(D, f):
     for gone in list(itertools.combinations(range(D), f))[::3]:
         made = asyncio.run(remade(placement, slots, gone[:1], reads_of(slots, gone), gone=gone[1:]))
         assert np.array_equal(made[gone[0]], slots[gone[0]])
+
+
+@pytest.mark.parametrize("D", range(2, 7))
+@pytest.mark.parametrize("sizes", [SMALL, SIZES], ids=["slices", "whole"])
+def test_lost_sections_are_made_again_from_guard_lanes(D, sizes):
+    job = GuardedJob(D)
+    slots = {rank: slot.data for rank, slot in enumerate(job.slots)}
+    parity = {parity_number(job.placement, rank): slot.data for rank, slot in job.parity.items()}
+    for lost in range(D):
+        plan = rebuild_plan(job.placement, set(slots) - {lost}, [lost], sizes, [lost])
+        made: Any = {lost: SimpleNamespace(map=SimpleNamespace(data=np.zeros_like(slots[lost])))}
+        gone = {lost, parity_number(job.placement, lost)}
+
+        async def run(plan: TransferPlan = plan, made: Any = made, gone: Collection[int] = gone) -> None:
+            async for _ in made_slices(plan, reads_of({**slots, **parity}, gone), made):
+                pass
+
+        asyncio.run(run())
+        assert np.array_equal(made[lost].map.data, slots[lost]), lost
 
 
 DTYPES = {"bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "bool": 1, "float32": 4}
