@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import logging
 import os
@@ -19,6 +20,7 @@ from reft_daemon.mover.range_server import RangeServer
 OOM_SCORE = 900  # a lost mover costs one turn of the exchange
 NICE = 10
 BACKLOG = 128
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -31,6 +33,9 @@ def main() -> None:
     parser.add_argument("--tls", type=Path, nargs=3)
     settings = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # The channel's end ends this process too, but not while it is stopped. Then a pull could still
+    # write a slot that the next daemon's mover has sealed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     set_oom_score(OOM_SCORE)
     os.nice(NICE)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

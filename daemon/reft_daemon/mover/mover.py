@@ -119,6 +119,7 @@ class Mover:
         self.settings = settings
         self.moved_bytes = 0  # folded since this daemon started
         self._running: MoverProcess | None = None
+        self._ended: subprocess.Popen[bytes] | None = None  # killed, and perhaps not yet dead
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._started_s = -EARLY_S
@@ -165,6 +166,7 @@ class Mover:
             if "error" in answer:
                 log.warning("job=%s the mover is ended: %s", job, answer["error"])
                 self._end(running)
+        await self._await_end()
 
     async def begin(self, job: str, slot: SlotFile, version: Version, layout: bytes, nbytes: int) -> ParityWriter:
         """Sets a parity slot WRITING and fills it with zeros; returns what fills it.
@@ -190,7 +192,8 @@ class Mover:
     async def close(self) -> None:
         """Ends the mover."""
         if self._running is not None:
-            await asyncio.to_thread(self._end(self._running).wait)
+            self._end(self._running)
+        await self._await_end()
 
     # The process
 
@@ -201,6 +204,7 @@ class Mover:
                 early = now - self._started_s < EARLY_S
                 self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S) if early else PAUSE_S
                 await asyncio.sleep(max(self._started_s + self._pause_s - now, 0))
+                await self._await_end()  # it must write no slot that the next one begins
                 self._running = self._start()
             running = self._running
             try:
@@ -259,11 +263,16 @@ class Mover:
         if answer is not None and not answer.done():
             answer.set_result(message)
 
-    def _end(self, running: MoverProcess) -> subprocess.Popen[bytes]:
-        """Kills the process, and fails its commands; returns what is to be waited for."""
+    async def _await_end(self) -> None:
+        """Returns once the process that was killed last maps nothing."""
+        if (ended := self._ended) is not None:
+            await asyncio.to_thread(ended.wait)
+
+    def _end(self, running: MoverProcess) -> None:
+        """Kills the process, and fails its commands."""
         if running is not self._running:
-            return running.process
-        self._running = None
+            return
+        self._running, self._ended = None, running.process
         asyncio.get_running_loop().remove_reader(running.channel)
         running.channel.close()
         running.process.kill()
@@ -275,7 +284,6 @@ class Mover:
                 answer.exception()  # marks it as retrieved: nobody may wait for it
         running.waiting.clear()
         asyncio.get_running_loop().run_in_executor(None, running.process.wait)
-        return running.process
 
     # Commands
 

@@ -239,9 +239,9 @@ class FalseSource:
         connection.recv(protocol.OPENING_BYTES, socket.MSG_WAITALL)
         connection.sendall(protocol.HEAD.pack(0, 0, 0))
         connection.recv(protocol.REQUEST.size, socket.MSG_WAITALL)
-        connection.sendall(reply)
-        connection.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(OSError):  # the other side has given up
+            connection.sendall(reply)
+            connection.shutdown(socket.SHUT_WR)
             while connection.recv(1 << 16):
                 pass
 

@@ -189,3 +189,13 @@ def test_a_purge_frees_parity(three, trainer):
     slot_bytes = sum(1 for _ in three.maps_of[1]) * three.maps_of[1][0].header.geometry.file_bytes
     assert freed >= slot_bytes + three.lane.buffers_bytes
     assert not (daemon.folder / "job").exists()
+
+
+def test_a_stopped_mover_dies_with_its_daemon(three):
+    three.seal(1)
+    three.await_protected(1)
+    (mover,) = movers(three.daemons[1])
+    mover.suspend()
+    three.daemons[1].kill()
+    gone, _ = psutil.wait_procs([mover], 30)
+    assert gone == [mover]
