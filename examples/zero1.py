@@ -2,8 +2,9 @@
 
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/zero1.py
 
-Parameters are replicas. Optimizer state has one holder: on several nodes the daemons exchange parity
-of that state, beside training. So a lost node takes the job back to the newest protected step.
+Parameters are replicas. Optimizer state has one holder: on several nodes the daemons exchange
+parity of that state, beside training. So a lost node takes the job back to the newest protected
+step.
 """
 
 import argparse
