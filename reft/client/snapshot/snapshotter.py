@@ -17,7 +17,6 @@ import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
-from functools import cached_property
 
 from reft.client.link.reports import Reporter
 from reft.client.memory.cuda import HostCopy
@@ -234,11 +233,8 @@ class Snapshotter:
 
         State that exists once does so from the end of the step's turn on.
         """
-        return not self._is_exposed and (not self.facts.placement.guard_lanes or self.reporter.pins.protected >= step)
-
-    @cached_property
-    def _is_exposed(self) -> bool:
-        return bool(exposures(self.facts.placement))
+        placement = self.facts.placement
+        return not exposures(placement) and (not placement.guard_lanes or self.reporter.pins.protected >= step)
 
     def misfits(self) -> bool:
         """Decides whether this rank's state misfits the placement, by the last snapshot."""
