@@ -169,14 +169,14 @@ def restores_with(job: JobRecord, request: pb.DecideRequest) -> pb.RestoreCount 
 
 
 def guard_manifest(record: pb.JobRecord, request: pb.DecideRequest, decision: Decision) -> pb.Manifest | None:
-    """Returns the manifest under which the guard was written; None if the base has the same."""
+    """Returns the manifest of the guard's epoch; None if the base has the same."""
     if decision.guard is None or (decision.base is not None and decision.guard.epoch == decision.base.epoch):
         return None
     return earlier_manifest(record, request, decision.guard)
 
 
 def earlier_manifest(record: pb.JobRecord, request: pb.DecideRequest, kept: Version | None) -> pb.Manifest | None:
-    """Returns the manifest under which the base or the guard was written; None if it is unknown.
+    """Returns the manifest of an earlier version's epoch; None if it is unknown.
 
     The decision may contain the manifest. Otherwise this daemon may know it from earlier decisions.
     """

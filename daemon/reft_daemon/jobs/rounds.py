@@ -66,7 +66,7 @@ def note_guarded(job: JobRecord, step: int) -> None:
 
 
 def note_unguarded(job: JobRecord, lanes: Sequence[UnguardedLane]) -> None:
-    """Notes lanes whose parity of the turn can't be made here, or whose protected one is gone."""
+    """Notes lanes that lack parity of the turn or of the protected step here."""
     if job.round is not None and job.round.guard.note_unguarded(job.round.outcome.pins, lanes):
         publish(job)
 
@@ -203,7 +203,7 @@ def settle_capsules(job: JobRecord, outcome: Outcome) -> None:
 
 
 def free_retired(job: JobRecord, whole: Version) -> None:
-    """Frees retired slots that are older than a whole version, if nobody writes or pins them."""
+    """Frees retired slots that are older than a whole version and not pinned."""
     if job.are_all_closed:
         return
     for name, slot in list(job.slots.retired.items()):

@@ -18,9 +18,9 @@ class Decision:
         base: the version that training starts from; None: training starts fresh.
         known: epochs of all earlier decisions that this attach knew of, the newest first. A full
             list also stands for all older epochs.
-        guard: the newest version, not newer than the base, that survives lost nodes. It stays until
-            a newer one is protected, through any number of attaches. None: there is none, or the
-            epoch exchanges nothing.
+        guard: the guard version: the newest one, not newer than the base, that survives lost
+            nodes. It stays until a newer one is protected, through any number of attaches. None:
+            there is none, or the epoch exchanges nothing.
     """
 
     epoch: Epoch

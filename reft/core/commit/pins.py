@@ -135,55 +135,12 @@ class GuardReport:
 NO_GUARD = GuardReport()
 
 
-@dataclass
-class GuardRound:
-    """The parity of one node and of the nodes below it, in the turns of one epoch.
-
-    Args:
-        guards: whether this node keeps parity.
-        children: how many nodes report to this one.
-    """
-
-    guards: bool
-    children: int
-    _own: GuardReport = NO_GUARD
-    _reports: dict[int, GuardReport] = field(default_factory=dict)
-
-    def hear(self, child: int, report: GuardReport) -> bool:
-        """Takes the report of the subtree below a child; True if it is news."""
-        is_news = report != self._reports.get(child, NO_GUARD)
-        self._reports[child] = report
-        return is_news
-
-    def note_guarded(self, pins: Pins, step: int) -> bool:
-        """Notes that all parity of a step here is sealed; True if the step has the turn."""
-        if step != pins.turn or step < 0:
-            return False
-        self._own = replace(self._own, guarded=step)
-        return True
-
-    def note_unguarded(self, pins: Pins, lanes: Iterable[UnguardedLane]) -> bool:
-        """Notes lanes that lack parity here; True if one of them lacks that of a pinned step."""
-        noted = _of_pinned_steps(pins, lanes)
-        self._own = replace(self._own, lanes=_of_pinned_steps(pins, self._own.lanes) | noted)
-        return bool(noted)
-
-    def report(self, pins: Pins) -> GuardReport:
-        """Returns the report of this node's subtree, to be sent to the parent."""
-        reports = [*self._reports.values(), *([self._own] if self.guards else [])]
-        are_all_heard = len(self._reports) == self.children
-        is_guarded = pins.turn >= 0 and are_all_heard and all(each.guarded == pins.turn for each in reports)
-        lanes = _of_pinned_steps(pins, (lane for each in reports for lane in each.lanes))
-        one_each = {(lane.step, lane.lane): lane for lane in sorted(lanes, reverse=True)}
-        return GuardReport(pins.turn if is_guarded else -1, frozenset(one_each.values()))
-
-
 def _of_pinned_steps(pins: Pins, lanes: Iterable[UnguardedLane]) -> frozenset[UnguardedLane]:
     return frozenset(lane for lane in lanes if lane.step >= 0 and lane.step in (pins.turn, pins.protected))
 
 
 @dataclass(frozen=True)
-class LaneFailures:
+class LaneHistory:
     """The turns that one lane ended as unguardable.
 
     Attributes:
@@ -208,11 +165,11 @@ class TurnHistory:
 
     tried: int = -1
     turns: int = 0
-    failures: Mapping[int, LaneFailures] = field(default_factory=dict)
+    failures: Mapping[int, LaneHistory] = field(default_factory=dict)
     exposed: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def failed(self, report: GuardReport, step: int) -> frozenset[int]:
-        """Returns the lanes that lack parity of a step and were not left out of its turn."""
+        """Returns the lanes that lack parity of a step, though the turn tried them."""
         lacking = frozenset(lane.lane for lane in report.lanes if lane.step == step)
         return lacking - self.exposed.get(step, frozenset())
 
@@ -237,7 +194,7 @@ class TurnHistory:
         for lane in lanes:
             count = failures[lane].count + 1 if lane in failures else 1
             left_out = min(1 << (count - 2), LEFT_OUT_MAX) if count >= 2 else 0
-            failures[lane] = LaneFailures(count, self.turns + 1 + left_out)
+            failures[lane] = LaneHistory(count, self.turns + 1 + left_out)
         return replace(self, failures=failures)
 
     def after_success(self, step: int) -> TurnHistory:
@@ -276,3 +233,56 @@ def _leaves_two_slots(protected: int, facts: ExchangeFacts) -> bool:
     """Whether a turn may begin: its step, and the protected one or the guard, leave two slots."""
     pinned = 1 + (protected >= 0 or facts.has_guard)
     return facts.lanes > 0 and pinned <= facts.slots - 2
+
+
+@dataclass
+class GuardRound:
+    """One node's part in the turns of one epoch, as its `Round` needs it.
+
+    Args:
+        facts: of the job's exchange.
+        children: how many nodes report to this one.
+        history: the coordinator's memory of the turns.
+    """
+
+    facts: ExchangeFacts
+    children: int
+    history: TurnHistory
+    _own: GuardReport = NO_GUARD
+    _reports: dict[int, GuardReport] = field(default_factory=dict)
+
+    def hear(self, child: int, report: GuardReport) -> bool:
+        """Takes the report of the subtree below a child; True if it is news."""
+        is_news = report != self._reports.get(child, NO_GUARD)
+        self._reports[child] = report
+        return is_news
+
+    def note_guarded(self, pins: Pins, step: int) -> bool:
+        """Notes that all parity of the turn here is sealed; False for another step."""
+        if step != pins.turn or step < 0:
+            return False
+        self._own = replace(self._own, guarded=step)
+        return True
+
+    def note_unguarded(self, pins: Pins, lanes: Iterable[UnguardedLane]) -> bool:
+        """Notes lanes that lack parity here; True if the step is pinned."""
+        noted = _of_pinned_steps(pins, lanes)
+        self._own = replace(self._own, lanes=_of_pinned_steps(pins, self._own.lanes) | noted)
+        return bool(noted)
+
+    def report(self, pins: Pins) -> GuardReport:
+        """Returns the report of this node's subtree, to be sent to the parent."""
+        reports = [*self._reports.values(), *([self._own] if self.facts.guards else [])]
+        are_all_heard = len(self._reports) == self.children
+        is_guarded = pins.turn >= 0 and are_all_heard and all(each.guarded == pins.turn for each in reports)
+        lanes = _of_pinned_steps(pins, (lane for each in reports for lane in each.lanes))
+        one_each = {(lane.step, lane.lane): lane for lane in sorted(lanes, reverse=True)}
+        return GuardReport(pins.turn if is_guarded else -1, frozenset(one_each.values()))
+
+    def next_pins(self, pins: Pins, whole: int) -> Pins:
+        """Returns the coordinator's next pins; see the function."""
+        return next_pins(pins, whole, self.report(pins), self.history, self.facts)[0]
+
+    def announce(self, pins: Pins, whole: int) -> None:
+        """Remembers that the coordinator announces `next_pins`."""
+        _, self.history = next_pins(pins, whole, self.report(pins), self.history, self.facts)

@@ -46,7 +46,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
 
-from reft.core.commit.pins import NO_GUARD, ExchangeFacts, GuardReport, GuardRound, Pins, TurnHistory, next_pins
+from reft.core.commit.pins import NO_GUARD, ExchangeFacts, GuardReport, GuardRound, Pins, TurnHistory
 from reft.core.commit.relayout import LayoutOutcome, LayoutReport, combine
 from reft.core.commit.snapshot_interval import SnapshotInterval, next_interval
 
@@ -207,11 +207,10 @@ class Round:
     _requests: dict[tuple[str, int], int] = field(default_factory=dict)
     _layouts: dict[tuple[str, int], LayoutReport] = field(default_factory=dict)
     guard: GuardRound = field(init=False)
-    _turns: TurnHistory = field(init=False)
 
     def __post_init__(self) -> None:
-        self.guard = GuardRound(self.exchange.guards, len(children_of(self.index, self.nodes)))
-        self._turns = TurnHistory(tried=self.outcome.whole)
+        children = len(children_of(self.index, self.nodes))
+        self.guard = GuardRound(self.exchange, children, TurnHistory(tried=self.outcome.whole))
 
     def hear_rank(self, rank: int, report: StepReport, digests: Digests = NO_DIGESTS) -> bool:
         """Takes the report of a local rank; True if there is news to pass on.
@@ -381,17 +380,9 @@ class Round:
 
     def next_outcome(self) -> Outcome:
         """Returns what the coordinator announces next; on other nodes nothing new."""
-        return self._decide()[0]
-
-    def announce(self) -> None:
-        """Announces `next_outcome`."""
-        outcome, self._turns = self._decide()
-        self.hear_outcome(outcome)
-
-    def _decide(self) -> tuple[Outcome, TurnHistory]:
         if self.index != 0 or self.is_pinned:
-            return self.outcome, self._turns
-        report, pins = self.report(), self.outcome.pins
+            return self.outcome
+        report = self.report()
         newest = -1 if self.outcome.mismatched else max(report.sealed, default=-1)
         whole = max(report.since, newest)
         interval = (
@@ -399,6 +390,12 @@ class Round:
             if whole > self.outcome.whole
             else self.outcome.interval
         )
-        pins, turns = next_pins(pins, whole, self.guard.report(pins), self._turns, self.exchange)
-        decided = Outcome(pins, report.until, report.pending, interval=interval)
-        return self.outcome.merge(decided), turns
+        pins = self.guard.next_pins(self.outcome.pins, whole)
+        return self.outcome.merge(Outcome(pins, report.until, report.pending, interval=interval))
+
+    def announce(self) -> None:
+        """Announces `next_outcome`."""
+        outcome = self.next_outcome()
+        if outcome.pins != self.outcome.pins:
+            self.guard.announce(self.outcome.pins, outcome.whole)
+        self.hear_outcome(outcome)

@@ -180,7 +180,9 @@ class Inventory:
 
     @property
     def members(self) -> set[str]:
-        """Returns the ids of the nodes of the newest manifest, and of those of its base and guard.
+        """Returns the ids of the nodes of the manifests in force.
+
+        These are the newest one, and those of its base and guard.
 
         No other node writes a version that may still count.
         """

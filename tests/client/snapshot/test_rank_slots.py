@@ -126,3 +126,18 @@ def test_a_closed_session_says_nothing_of_slots_that_are_still_made(caplog):
     leases.is_made.set()
     thread.join(20)
     assert not caplog.text
+
+
+def test_no_slot_joins_while_the_guard_is_held():
+    """The daemon still holds the guard in a retired slot, and would make no more slots."""
+    leases = FakeLeases([slot_of(2)])
+    slots = RankSlots([slot_of(0, WHOLE), slot_of(1)], leases, 0, wanted=3)
+    assert slots.prepare(PLAN, kept_with(WHOLE, BASE)) and leases.asked == []
+    leases.is_made.set()
+    prepared(slots, 3)
+
+
+def test_a_pinned_slot_is_not_chosen():
+    slots = RankSlots([slot_of(0, Version(NEW, 1)), slot_of(1, Version(NEW, 2))], FakeLeases([]), 0, wanted=2)
+    assert slots.choose(set(), kept_with(WHOLE, Version(NEW, 1)), lambda _: False).index == 1
+    assert slots.choose({1}, kept_with(WHOLE, Version(NEW, 1)), lambda _: False) is None

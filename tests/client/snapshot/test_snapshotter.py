@@ -27,6 +27,7 @@ from reft.core.commit.pins import Pins
 from reft.core.commit.relayout import LayoutOutcome
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import Slot, SlotState
+from reft.core.commit.snapshot_interval import SnapshotInterval
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
@@ -71,6 +72,10 @@ class FakeReporter:
 
     mismatched = frozenset()
     layout = LayoutOutcome()
+    interval = SnapshotInterval()
+
+    def outcome_delays(self, step):
+        return None, 0
 
     def answer(self, step, answer, trouble="", digests=()) -> None:
         self.answers[step] = (answer, trouble)
@@ -362,3 +367,39 @@ def test_waiting_for_a_step_returns_memory_to_a_restarted_daemon(rank):
     rank.slots._leases = SimpleNamespace(give_back=returned.append)
     assert rank.snapshots.wait(1, 20)
     assert [slot.index for slots in returned for slot in slots] == [0] and not rank.reporter.slots_missing
+
+
+def test_a_pinned_slot_is_never_written_again():
+    """Whole, turn and protected fill three slots: the rank answers void until the turn ends."""
+    rank = Rank(slots=3)
+    rank.step()
+    assert [rank.take(step)[0] for step in (1, 2, 3)] == [StepAnswer.SEALED] * 3
+    rank.reporter.pins = Pins(2, whole=3, turn=2, protected=1)
+    rank.snapshots.take(4, is_marked=True)
+    assert rank.reporter.waits.wait(20)
+    rank.snapshots.fence()
+    assert rank.reporter.answered.acquire(timeout=20)
+    assert rank.reporter.answers[4][0] is StepAnswer.VOID
+    assert rank.snapshots.cadence_facts(5).slots == 1
+    rank.reporter.pins = Pins(3, whole=3, protected=2)
+    assert rank.snapshots.cadence_facts(5).slots == 2
+    assert rank.take(5) == (StepAnswer.SEALED, "")
+    assert {slot.map.header.version.step for slot in rank.slots._slots} == {2, 3, 5}
+    rank.snapshots._thread.close()
+    rank.copy_engine.close()
+
+
+def test_the_guard_stays_until_a_step_is_protected():
+    rank = Rank(base=Version(OLD, 7), guard=Version(OLD, 5), slots=4)
+    for slot, version in zip(rank.slots._slots[:2], (Version(OLD, 5), Version(OLD, 7)), strict=True):
+        slot.map.begin(version, b"x" * 16, b"", 0)
+        slot.map.landed()
+    rank.step()
+    held = []
+    for step, pins in ((8, Pins()), (9, Pins()), (10, Pins(whole=9)), (11, Pins(1, 10, 10)), (12, Pins(2, 11, 11, 10))):
+        rank.reporter.pins = pins
+        assert rank.take(step) == (StepAnswer.SEALED, "")
+        held.append({slot.map.header.version.step for slot in rank.slots._slots if slot.map.header.version})
+    assert held == [{5, 7, 8}, {5, 7, 8, 9}, {5, 8, 9, 10}, {5, 9, 10, 11}, {9, 10, 11, 12}]
+    rank.snapshots._thread.close()
+    rank.copy_engine.close()

@@ -152,7 +152,7 @@ TURN = Pins(3, 9, 9, 5)
 
 
 def test_a_node_has_guarded_a_turn_once_all_below_it_have():
-    node = GuardRound(guards=True, children=2)
+    node = GuardRound(FOUR, 2, FRESH)
     assert node.note_guarded(TURN, 9) and node.report(TURN) == NO_GUARD
     node.hear(1, GuardReport(9))
     assert node.report(TURN) == NO_GUARD, "one child was not heard"
@@ -166,19 +166,19 @@ def test_a_node_has_guarded_a_turn_once_all_below_it_have():
 
 
 def test_a_node_that_guards_nothing_answers_for_those_below_it():
-    assert GuardRound(guards=False, children=0).report(TURN) == GuardReport(9)
-    assert GuardRound(guards=False, children=0).report(Pins(3, 9, -1, 5)) == NO_GUARD
+    assert GuardRound(ExchangeFacts(3, 4), 0, FRESH).report(TURN) == GuardReport(9)
+    assert GuardRound(ExchangeFacts(3, 4), 0, FRESH).report(Pins(3, 9, -1, 5)) == NO_GUARD
 
 
 def test_notes_on_other_steps_than_the_pinned_ones_change_nothing():
-    node = GuardRound(guards=True, children=0)
+    node = GuardRound(FOUR, 0, FRESH)
     assert not node.note_guarded(TURN, 5) and not node.note_guarded(Pins(), -1)
     assert not node.note_unguarded(TURN, [UnguardedLane(7, 0, "")])
     assert node.report(TURN) == NO_GUARD
 
 
 def test_lanes_without_parity_are_reported_once_each():
-    node = GuardRound(guards=True, children=2)
+    node = GuardRound(FOUR, 2, FRESH)
     node.hear(1, lacks(9, 0, 1))
     node.hear(2, lacks(9, 1))
     assert node.note_unguarded(TURN, [UnguardedLane(5, 2, "damaged"), UnguardedLane(4, 2, "damaged")])

@@ -52,22 +52,28 @@ def test_a_void_of_exactly_this_version_frees_it():
     assert not may_reuse(slot(at(5)), at(3), {at(5, TWO)})
 
 
+def test_a_pinned_version_is_not_free_though_a_newer_one_is_whole():
+    assert not may_reuse(slot(at(3)), at(5), (), {at(3), at(4)})
+    assert may_reuse(slot(at(2)), at(5), (), {at(3), at(4)})
+    assert may_reuse(slot(at(3)), at(5), (), {at(3, TWO)})
+
+
 def test_an_equal_order_with_another_id_is_not_older():
     assert not may_reuse(slot(at(4, Epoch(1, b"x" * 16))), at(4), ())
 
 
-@given(SLOTS, st.one_of(st.none(), VERSIONS), st.frozensets(VERSIONS, max_size=4))
-def test_the_choice_equals_a_naive_implementation(slots, whole, voids):
+@given(SLOTS, st.one_of(st.none(), VERSIONS), st.frozensets(VERSIONS, max_size=4), st.frozensets(VERSIONS, max_size=2))
+def test_the_choice_equals_a_naive_implementation(slots, whole, voids, pinned):
     """The naive form: sorts all slots by age, and takes the first that the rule allows."""
     allowed = []
     for each in slots:
         is_empty = each.version is None
         is_superseded = not is_empty and whole is not None and each.version.order < whole.order
         is_void = any(each.version == void for void in voids)
-        if is_empty or is_superseded or is_void:
+        if is_empty or ((is_superseded or is_void) and each.version not in pinned):
             allowed.append(each)
     allowed.sort(key=lambda each: (0, 0, 0) if each.version is None else (1, *each.version.order))
-    assert choose_slot(slots, whole, voids) == (allowed[0] if allowed else None)
+    assert choose_slot(slots, whole, voids, pinned) == (allowed[0] if allowed else None)
 
 
 @given(SLOTS, VERSIONS)
