@@ -16,6 +16,8 @@ from reft.core.layout.layout import Leaf
 from reft.core.status.health import Health
 from reft.errors import ConfigError
 from reft.wire.inventory import JobSurvey
+from reft.wire.manifest import placement_of
+from reft.wire.rebuild_request import rebuild_request
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.cli.test_status_text import job, rank, reply
 from tests.support.manifests import described
@@ -279,3 +281,94 @@ def test_onto_arguments():
 def test_wrong_arguments_exit_with_2():
     for arguments in (["status", "--watch", "--what-if", "lose=a"], ["recover", "job", "--onto", "a"]):
         assert CliRunner().invoke(main, arguments, env={"REFT_DAEMON": "unix:/nowhere"}).exit_code == 2
+
+
+# Jobs that exchange state
+
+
+def exchanging(lost: set[int] = frozenset(), protected: int = 40) -> JobSurvey:
+    """Returns the replies of a job whose ranks have a leaf each. Steps 40 and 46 are whole."""
+    found = job_survey(4, lost, steps=(40, 46), leaves=("a", "b", "c", "d"))
+    for ident, inventory in found.replies.items():
+        inventory.manifest.slots = 4
+        for copy in inventory.capsules:
+            copy.unreplicated_bytes = SIZE
+        (lane,) = placement_of(inventory.manifest).guard_lanes
+        rank = int(ident[2:])
+        version = pb.Version(epoch=EPOCH, step=protected)
+        inventory.slots.add(
+            rank=rank, slot=f"parity-{rank}.slot-0", state=pb.SEALED, version=version, layout=lane.digest, parity=True
+        )
+    return JobSurvey(found.replies, found.silent)
+
+
+def test_the_step_that_survives_processes_and_the_one_that_survives_nodes_are_shown():
+    exchange = pb.ExchangeStatus(
+        protected=40, protected_age_s=12.0, turn=46, turn_age_s=1.5, turn_bytes=3 << 20, received_bytes=1 << 20,
+        bytes_per_s=2 << 20, lanes=[pb.UnguardedLane(step=46, lane=0, words="rank 2 has no slot of it.")],
+    )  # fmt: skip
+    lines = lines_of(exchanging(), whole=46, exchange=exchange)
+    text = " ".join(" ".join(lines).split())
+    assert "health OK step 46 is held by all 4 ranks. Step 46 survives processes, step 40 survives any node." in text
+    assert "protect PROTECTED any 1 failure domain can be lost now. Step 46 survives processes, step 40" in text
+    assert "exchange step 40 is protected, since 12.0s; the turn of step 46 has 1.0 MiB of 3.0 MiB here" in text
+    assert "The last turn received 2.0 MiB a second." in text
+    assert "exposed lane 0 of the exchange is not guarded at step 46: rank 2 has no slot of it." in text
+    assert "exchange 4 3+1 1 1 12.0 MiB" in text
+    assert "a node                    yes       steps after 40" in lines
+    assert "any number of trainers    yes       steps after 46" in lines
+    assert max(map(len, lines)) <= status_text.WIDTH
+    status = job(*(rank(i) for i in range(4)), whole=46, exchange=exchange)
+    (document,) = status_view.document(reply(status), [status_view.job_view(status, exchanging())], "x")["jobs"]
+    assert (document["protection"]["step"], document["protection"]["newest_step"]) == (40, 46)
+    assert document["exchange"] == {
+        "protected_step": 40, "protected_age_s": 12.0, "turn_step": 46, "turn_age_s": 1.5, "turn_bytes": 3 << 20,
+        "received_bytes": 1 << 20, "bytes_per_s": 2 << 20,
+        "unguarded_lanes": [{"step": 46, "lane": 0, "reason": "rank 2 has no slot of it."}],
+    }  # fmt: skip
+
+
+def test_before_the_first_turn_nothing_is_protected():
+    exchange = pb.ExchangeStatus(protected=-1, turn=-1)
+    lines = lines_of(exchanging(protected=39), whole=46, exchange=exchange)
+    assert "exchange no step of this attach is protected yet; no turn is under way." in lines
+    assert any(line.startswith("protect DEGRADED  no failure domain can be lost now; 1 can be lost") for line in lines)
+    assert "a node                    NO        all steps of this run" in lines
+
+
+@pytest.mark.parametrize(
+    ("protected", "lose", "code", "answer"),
+    [
+        (40, "node-b", 0, "if node-b is lost, the job goes back to step 40 (epoch 2)."),
+        (46, "node-b", 0, "if node-b is lost, this step survives."),
+        (39, "node-b", 4, "this step is lost too: leaves that only rank 1 held are gone."),
+        (40, "node-b,node-c", 4, "this step is lost too: "),
+    ],
+)
+def test_what_if_names_the_step_to_which_the_job_goes_back(monkeypatch, protected, lose, code, answer):
+    monkeypatch.setattr("reft.cli.main.ask", lambda *_: reply(job(*(rank(i) for i in range(4)))))
+    monkeypatch.setattr("reft.cli.main.steady", lambda *_: exchanging(protected=protected))
+    command = ["status", "--what-if", f"lose={lose}", "--daemon", "unix:/run/x"]
+    done = CliRunner().invoke(main, command)
+    text = " ".join(done.output.split())
+    assert done.exit_code == code and text.startswith("job run1, step 46 (epoch 2): ") and answer in text
+    document = json.loads(CliRunner().invoke(main, [*command, "--json"]).output)
+    assert document["survives"] is (code == 0) and bool(document["lost"]) is (code == 4)
+    assert document["restored_step"] == (None if code else protected) and document["step"] == 46
+
+
+def test_recover_decodes_from_parity_and_says_so():
+    found = exchanging({2})
+    plan = found.plan(())
+    view = recovery_view("run1", found, plan, ())
+    text = " ".join(" ".join(recovery_lines(view)).split())
+    assert plan.base is not None and plan.base.step == 40 and view.outcome == "recoverable"
+    assert (
+        "step 40 (epoch 2) can be restored completely. Leaves that no other rank has are decoded from parity." in text
+    )
+    assert "lost step 46 (epoch 2): no sealed slot of rank 2 (on node-c)." in text
+    assert "cell c: 3.0 MiB decoded; read from node-a (3.0 MiB), node-b (3.0 MiB), node-d (3.0 MiB)." in text
+    request = rebuild_request(found, plan, [2], {})
+    assert [(each.rank, each.section) for each in request.lost] == [(2, True)]
+    assert [(each.rank, each.slot) for each in request.parity] == [(r, f"parity-{r}.slot-0") for r in (0, 1, 3)]
+    assert [request.nodes[each.node].id for each in request.parity] == ["id0", "id1", "id3"]

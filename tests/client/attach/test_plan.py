@@ -298,3 +298,51 @@ def test_a_job_that_goes_on_is_not_refused(is_fresh):
             return
         plan = run.plan_restore(*facts)
     assert plan.base and [each.reason for each in exposures(plan.placement)] == ["slots"]
+
+
+# The exchange
+
+WIDTH = 60_000  # of a leaf that does not fit into a capsule
+
+
+def guarded_survey(protected: int) -> tuple[AttachPlan, JobSurvey]:
+    """Returns an attach whose ranks keep own copies of a leaf, and what its daemons hold: step 8.
+
+    Args:
+        protected: the step of the parity.
+    """
+    new = description(introduction(width=WIDTH))
+    first = make_plan(new, JobSurvey({}), RecoveryPlan(None), ["model.0.w"], b"e" * 16)
+    (lane,) = first.placement.guard_lanes
+    survey = survey_of(first, {"a": [6, 8], "b": [6, 8]}, a=[(1, 6), (1, 8)], b=[(0, 6), (0, 8)])
+    for rank, each in enumerate(survey.replies.values()):
+        for copy in each.capsules:
+            copy.unreplicated_bytes = lane.sizes[rank]
+        version = messages.version_to(Version(first.decision.epoch, protected))
+        each.slots.add(
+            rank=rank, slot=f"parity-{rank}.slot-0", state=pb.SEALED, version=version, layout=lane.digest, parity=True
+        )
+    return first, survey
+
+
+def test_the_decision_names_the_guard_only_if_the_new_epoch_exchanges():
+    first, survey = guarded_survey(6)
+    plan = planned(survey, width=WIDTH)
+    assert plan.placement.guard_lanes and plan.base == Version(first.decision.epoch, 8)
+    assert plan.decision.guard == Version(first.decision.epoch, 6)
+    _, both = guarded_survey(8)
+    assert planned(both, width=WIDTH).decision.guard == planned(both, width=WIDTH).base
+    alone = planned(survey, nodes="a", width=WIDTH)
+    assert not alone.placement.guard_lanes and alone.decision.guard is None, "nothing would ever replace it"
+    _, none = guarded_survey(5)
+    assert planned(none, width=WIDTH).decision.guard is None
+
+
+def test_damaged_parity_is_given_up_in_the_next_try():
+    _, survey = guarded_survey(8)
+    del survey.replies["b"]
+    plan = planned(survey, width=WIDTH)
+    assert plan.recovery.sections == (1,) and plan.base is not None
+    attempt = AttachTry().after(plan, RestoreResult((2 + 0,)), 3)
+    assert attempt.erased == {("a", "parity-0.slot-0", plan.base)}
+    assert survey.plan(attempt.erased).base is None
