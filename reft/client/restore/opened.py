@@ -124,7 +124,7 @@ def open_old_rank(context: RestoreContext, old: int) -> OldRank:
 
 
 def _refuse_unforeseen(placement: Placement, old: int, record: pb.CapsuleRecord, tree: Tree) -> None:
-    """Raises FormatError if a lost slot had leaves outside the section that its guard lane has."""
+    """Raises FormatError if a lost slot had leaves that its guard lane does not guard."""
     part, absent = placement.rank_placement(old), set(tree["absent"])
     foreseen = sum(leaf.nbytes for leaf in part.unreplicated.leaves if leaf.name not in absent)
     chunks = -(-part.data_bytes // placement.chunk_bytes)

@@ -182,7 +182,7 @@ class Restore:
 
 
 def slot_bytes(placement: Placement, number: int) -> int:
-    """Returns the bytes that the slot of an old rank, or of a parity number, must have."""
+    """Returns the least size of a slot's data, by old rank or parity number."""
     world = len(placement.domains)
     if number < world:
         return placement.rank_placement(number).data_bytes

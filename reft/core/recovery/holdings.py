@@ -115,7 +115,7 @@ def _on_guard(plan: RecoveryPlan, placements: Mapping[Epoch, Placement]) -> str:
 
 
 def survives(newest: int, protected: int) -> str:
-    """Returns the words on the newest step, and on the newest one that survives lost nodes."""
+    """Returns the words on the newest step, and on the newest protected one."""
     if newest == protected:
         return f"Step {newest} survives any node"
     return f"Step {newest} survives processes, step {protected} survives any node"

@@ -47,7 +47,7 @@ from reft.core.layout.layout import ALIGNMENT, align
 from reft.core.layout.regions import RegionCopy
 from reft.core.recovery.gather import assign_readers, stripe_reads
 from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
-from reft.core.recovery.stripes import NO_CELL, MadeShard, SectionPiece, ShardInput, StripeSlice, section_pieces
+from reft.core.recovery.stripes import NO_CELL, MadeShard, SectionPiece, ShardSource, StripeSlice, section_pieces
 
 EVERYTHING = 1 << 62  # bytes; more than any source has
 
@@ -702,7 +702,7 @@ class TransferPlan:
             self._reads[lane] = stripe_reads(self.placement, lane, self.readers.reader_of)
         return self._reads[lane][stripe]
 
-    def _input(self, lane: int, stripe: int, shard: int) -> ShardInput:
+    def _input(self, lane: int, stripe: int, shard: int) -> ShardSource:
         """Returns where a shard of a cell lies."""
         layout, is_parity = self.placement.lanes[lane], shard >= self.placement.lanes[lane].code.k
         member = layout.member_of(stripe, shard)
@@ -710,7 +710,7 @@ class TransferPlan:
         offset = self._lane_offsets(old)[lane][is_parity]
         for run in layout.stripe_runs(member, is_parity):
             if stripe in run:
-                return ShardInput(old, offset + run.index(stripe) * layout.shard_bytes, layout.shard_bytes)
+                return ShardSource(old, offset + run.index(stripe) * layout.shard_bytes, layout.shard_bytes)
             offset += len(run) * layout.shard_bytes
         raise AssertionError("a member stores every shard that its place says")
 

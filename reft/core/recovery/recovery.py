@@ -78,7 +78,7 @@ class HeldSlot:
 
 @dataclass(frozen=True)
 class HeldParity(HeldSlot):
-    """The header of a slot with parity of a guard lane, as its daemon read it.
+    """The header of a parity slot of a guard lane, as its daemon read it.
 
     `rank` is the member of the lane on whose node the parity was made. `layout` is the digest of
     the lane.
@@ -274,7 +274,7 @@ def _parity_of(sections: Iterable[int], evidence: _Evidence, placement: Placemen
 
 
 def _is_guarded(evidence: _Evidence, placement: Placement) -> bool:
-    """Whether the loss of any node leaves the version restorable, but for state that is exposed.
+    """Whether any node may be lost, but for state that is exposed.
 
     Every rank has its slot, and a capsule on another node. Every guard lane has its parity, and no
     two members of a lane share a node.
@@ -291,7 +291,7 @@ def _is_guarded(evidence: _Evidence, placement: Placement) -> bool:
 
 
 def _is_replaceable(rank: int, evidence: _Evidence, placement: Placement) -> bool:
-    """Whether a capsule on another node replaces a rank's slot, if needed with its guard lane.
+    """Whether a capsule on another node, and its guard lane, replace a rank's slot.
 
     A rank without a guard lane is exposed, while others have one.
     """
@@ -304,7 +304,7 @@ def _is_replaceable(rank: int, evidence: _Evidence, placement: Placement) -> boo
 
 
 def _has_parity_apart(members: Sequence[int], slots: Mapping[int, HeldSlot], parity: Mapping[int, HeldParity]) -> bool:
-    """Whether all members have parity, each on its own node or on one without another member."""
+    """Whether all members have parity, and no two members share a node."""
     if any(rank not in parity for rank in members):
         return False
     nodes = [{slots[rank].node, parity[rank].node} for rank in members]
@@ -443,7 +443,7 @@ def describe(shortfall: Shortfall, placement: Placement | None, nodes: Mapping[i
 
 
 def _describe_unreplicated(shortfall: Shortfall, placement: Placement) -> list[str]:
-    """Returns why the leaves that only lost slots held can't be decoded, a line for each reason."""
+    """Returns why leaves that only lost slots held can't be decoded, reason by reason."""
     ranks_of: dict[str, list[int]] = {}
     for rank in shortfall.unreplicated:
         where = placement.guard_lane_of(rank)

@@ -28,7 +28,7 @@ NO_CELL = -1  # the cell of a guard lane's stripes
 
 
 def parity_number(placement: Placement, rank: int) -> int:
-    """Returns the number that stands for a rank's parity slot where old ranks stand for slots."""
+    """Returns the number that stands for a rank's parity slot among old ranks."""
     return len(placement.domains) + rank
 
 
@@ -42,7 +42,7 @@ def slot_name(number: int, world: int) -> str:
     return f"rank {number}" if number < world else f"the parity of rank {number - world}"
 
 
-class ShardInput(NamedTuple):
+class ShardSource(NamedTuple):
     """A shard that is read: `nbytes` from `offset` on in the slot of `owner`. Zeros follow them.
 
     `owner` is an old rank, or a `parity_number`.
@@ -82,7 +82,7 @@ class StripeSlice:
     number: int
     stripe: int
     shards: tuple[int, ...]
-    inputs: tuple[ShardInput, ...]
+    inputs: tuple[ShardSource, ...]
     begin: int
     end: int
     made: tuple[MadeShard, ...]
@@ -106,7 +106,7 @@ class StripeSlice:
 
     @property
     def zeros(self) -> Iterator[tuple[int, int]]:
-        """Yields begin and end of the bytes in the read packets, end to end, that no slot has.
+        """Yields begin and end of bytes in the read packets that no slot has.
 
         Only shards of one packet can be shorter than the others.
         """
@@ -149,7 +149,7 @@ class SectionPiece:
     lane: Lane
     number: int
     holder: int
-    inputs: dict[int, ShardInput]
+    inputs: dict[int, ShardSource]
     made: MadeShard
     nbytes: int
 
@@ -183,7 +183,7 @@ def section_pieces(placement: Placement, old: int) -> list[SectionPiece]:
                 for shard, source in enumerate(sources)
                 if source != member
             }
-            parity = ShardInput(parity_number(placement, guard.members[holder]), 0, guard.piece_bytes)
+            parity = ShardSource(parity_number(placement, guard.members[holder]), 0, guard.piece_bytes)
             made = MadeShard(sources.index(member), old, sections[member] + begin)
             pieces.append(
                 SectionPiece(_lane(guard), number, holder, inputs | {guard.code.k: parity}, made, end - begin)
@@ -191,10 +191,10 @@ def section_pieces(placement: Placement, old: int) -> list[SectionPiece]:
     return pieces
 
 
-def _input(guard: GuardLane, source: int, holder: int, section: int) -> ShardInput:
+def _input(guard: GuardLane, source: int, holder: int, section: int) -> ShardSource:
     """Returns where the piece of a source lies that a holder keeps parity of."""
     begin, end = guard.piece_range(source, guard.piece_of(source, holder))
-    return ShardInput(guard.members[source], section + begin, end - begin)
+    return ShardSource(guard.members[source], section + begin, end - begin)
 
 
 def _lane(guard: GuardLane) -> Lane:

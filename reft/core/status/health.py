@@ -117,7 +117,7 @@ def judge(job: JobFacts) -> tuple[Health, str]:
 
 
 def _on_nodes(job: JobFacts) -> str:
-    """Returns a sentence on the newest step that survives lost nodes, if that is an older one."""
+    """Returns a sentence on the newest protected step, if that is an older one."""
     protected = job.protection.version if job.protection else None
     if job.whole is None or protected is None or not protected.is_older_than(job.whole):
         return ""
