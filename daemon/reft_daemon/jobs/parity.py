@@ -65,7 +65,7 @@ def place(job: JobRecord) -> None:
 
 
 def local_lanes(job: JobRecord) -> list[LocalLane]:
-    """Returns the lanes that this node keeps parity of, one for each rank here in a lane."""
+    """Returns the lanes of which this node keeps parity: one for each member here."""
     ranks = set(job.ranks)
     return [
         LocalLane(number, lane, member)
@@ -113,7 +113,7 @@ def missing_parity(job: JobRecord, rank: int) -> dict[str, Geometry]:
 
 
 def settle(job: JobRecord) -> None:
-    """Empties the parity of versions that do not count, and frees the slots that nobody needs.
+    """Empties parity that does not count, and frees parity slots that nobody needs.
 
     Only after all ranks have restored: until then the attach may be refused.
     """

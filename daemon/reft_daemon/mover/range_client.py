@@ -94,7 +94,7 @@ def connect(pull: RangePull, tls: ssl.SSLContext | None) -> socket.socket:
 
 
 def fold_ranges(connection: socket.socket, pull: RangePull, parity: Bytes) -> Iterator[int]:
-    """Asks for all ranges, and XORs each frame into the parity once its digest was compared.
+    """Asks for all ranges, and XORs each frame into the parity after its digest.
 
     Args:
         connection: admitted by the source.

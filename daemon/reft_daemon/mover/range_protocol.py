@@ -132,7 +132,7 @@ def frame_digest(frame: memoryview) -> int:
 
 
 def receive_into(connection: socket.socket, target: memoryview, deadline_s: float) -> bool:
-    """Fills `target` from a connection; returns False if the other side has closed before a byte.
+    """Fills `target`; returns False if the other side closed before the first byte.
 
     Raises:
         BrokenConnection: it ended midway, or did not fill `target` in time.

@@ -64,7 +64,7 @@ def _refusal(status: RangeStatus) -> Frame:
 
 
 def _verified_frame(slot: OfferedSlot, header: Header, request: RangeRequest) -> Frame:
-    """Returns the frame, if its chunks have the digests of the seal and the slot stays as it is.
+    """Returns the frame if its chunks are as sealed and the slot stays.
 
     Raises:
         FormatError: the slot's header is damaged.

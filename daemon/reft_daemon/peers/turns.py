@@ -202,7 +202,7 @@ class TurnService:
             log.error("a turn has failed", exc_info=error)
 
     def _end(self, name: str) -> asyncio.Task[None]:
-        """Ends a job's turn, and lets the mover unmap its slots; returns what is to be awaited."""
+        """Ends a job's turn, and lets the mover unmap its slots; returns that work."""
         turn = self._turns.pop(name, None)
         if turn is not None and turn.task is not None:
             turn.task.cancel()

@@ -1,4 +1,4 @@
-"""The two parity slots of a rank in a guard lane, and the rule for writing one again.
+"""The two parity slots of a rank, and the rule for writing one again.
 
     slot 0   parity of P ──── stays while P is protected ────► written by the turn after T
     slot 1   empty ──turn T──► WRITING ──all ranges──► SEALED ──► stays once T is protected
