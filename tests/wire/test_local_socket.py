@@ -131,13 +131,13 @@ def test_replies_end_with_the_connection_whichever_side_ends_it(listener):
     for ends in ("theirs", "ours"):
         connection = ReportConnection(listener.getsockname())
         there, _ = listener.accept()
-        there.sendall(frame(pb.LocalReply(report=pb.ReportReply(whole=3), calls=1)))
+        there.sendall(frame(pb.LocalReply(report=pb.ReportReply(until=3), calls=1)))
         messages = []
         first = threading.Event()
 
         def read(connection=connection, messages=messages, first=first):
             for reply in connection.replies():
-                messages.append(reply.report.whole)
+                messages.append(reply.report.until)
                 first.set()
 
         reader = threading.Thread(target=read)
