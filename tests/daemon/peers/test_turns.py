@@ -10,9 +10,10 @@ import pytest
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
 from tests.support.exchange import SEALED, SIZES, SLOTS, ShardedJob
-from tests.support.jobs import Code, Trainer, epoch_of, refused, tcp_call
+from tests.support.jobs import Code, Job, Trainer, epoch_of, refused, tcp_call
 
 
 @pytest.fixture
@@ -127,6 +128,39 @@ def test_a_stopped_daemon_delays_its_turn_and_no_step(three):
     three.daemons[2].kill(signal.SIGCONT)
     three.await_protected(2)
     three.check_parity(2)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_daemon_killed_in_a_turn_goes_on_with_it(three, node):
+    three.seal(1)
+    three.await_protected(1)
+    three.seal(2)
+    three.daemons[node].kill()
+    three.daemons[node].start()
+    three.await_protected(2)
+    three.check_parity(2)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_movers_of_daemons_with_certificates_use_them_at_any_address(start, trainer, tmp_path):
+    tls = Certificates(tmp_path).flags("ours")
+    more = [("--bulk", "127.0.0.2"), ("--protect-bandwidth", "1G/s"), ()]
+    daemons = [start("--listen", "127.0.0.1:0", *tls, *flags) for flags in more]
+    job = ShardedJob(daemons, SIZES, trainer.pid).begin()
+    job.seal(1)
+    job.await_protected(1)
+    job.check_parity(1)
+    (mover,) = movers(daemons[0])
+    listening = [each.laddr.ip for each in mover.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert listening == ["127.0.0.2"]
+    assert "--tls" in mover.cmdline()
+
+
+def test_a_job_without_state_to_exchange_starts_no_mover(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    job.lease(0, trainer.pid)
+    job.report(0, {1: SEALED})
+    assert not movers(daemon) and not daemon.status("job").HasField("exchange")
 
 
 def test_parity_that_does_not_fit_is_refused_before_a_page_is_touched(start, trainer):
