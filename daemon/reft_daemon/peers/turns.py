@@ -240,15 +240,16 @@ class TurnService:
     async def _guard(self, job: JobRecord, turn: JobTurn, local: LocalLane) -> bool:
         """Makes the parity of one lane; returns whether it is sealed. Notes why it is not."""
         try:
-            for attempt in range(1, ATTEMPTS + 1):
+            attempts_left = ATTEMPTS
+            while True:
                 try:
                     await self._make(job, turn, local)
                     return True
                 except MoverGone as error:
-                    if attempt == ATTEMPTS:
+                    attempts_left -= 1
+                    if not attempts_left:
                         raise
                     log.warning("job=%s lane=%d is begun anew: %s", job.id, local.number, error.message)
-            raise AssertionError("not reached")
         except (ReftError, OSError) as error:
             words = error.message if isinstance(error, ReftError) else str(error)
             log.warning("job=%s lane=%d %s is not guarded: %s", job.id, local.number, turn.version, words)
