@@ -100,7 +100,7 @@ class Move:
             slots = {
                 number: SlotReader(slot, slot_bytes(self.placement, number), lambda _: None)
                 for number, slot in {**dict(enumerate(self.slots)), **parity}.items()
-                if number in plan.slots_read and number not in lost and plan.readers.is_near(number, rank)
+                if number in plan.slots_read and number in plan.readers.reader_of and plan.readers.is_near(number, rank)
             }
             kept = [old for old, keeper in plan.readers.keeper_of.items() if keeper == rank]
             capsules = {old: OldRank({"riders": self.inline_leaves[old]}, ()) for old in kept}

@@ -42,3 +42,16 @@ def test_a_manifest_of_one_reply_counts_for_all():
     brief.ClearField("manifest")
     survey = JobSurvey({"a": reply(TORN, "abc"), "b": reply(CARRIED, "bc"), "c": brief})
     assert survey.decision == CARRIED
+
+
+def test_parity_is_no_slot_of_a_rank():
+    """A program that takes parity for a rank's slot would restore parity as state."""
+    version = pb.Version(epoch=pb.Epoch(counter=1, ident=bytes(16)), step=7)
+    reply = pb.InventoryReply(node="n", node_id="a", decision=pb.Decision(epoch=version.epoch))
+    reply.slots.add(rank=0, slot="rank-0.slot-0", state=pb.SEALED, version=version, layout=b"layout", data_bytes=9)
+    reply.slots.add(rank=0, slot="parity-0.slot-0", state=pb.SEALED, version=version, layout=b"lane", parity=True)
+    survey = JobSurvey({"a": reply})
+    assert [slot.slot for slot in survey.held] == ["rank-0.slot-0"]
+    (parity,) = survey.parity
+    assert (parity.node, parity.rank, parity.slot, parity.layout) == ("a", 0, "parity-0.slot-0", b"lane")
+    assert parity.version == messages.version_from(version)

@@ -47,7 +47,15 @@ from reft.core.layout.layout import ALIGNMENT, align
 from reft.core.layout.regions import RegionCopy
 from reft.core.recovery.gather import assign_readers, stripe_reads
 from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
-from reft.core.recovery.stripes import NO_CELL, MadeShard, SectionPiece, ShardSource, StripeSlice, section_pieces
+from reft.core.recovery.stripes import (
+    NO_CELL,
+    MadeShard,
+    SectionPiece,
+    ShardSource,
+    StripeSlice,
+    section_pieces,
+    slot_name,
+)
 
 EVERYTHING = 1 << 62  # bytes; more than any source has
 
@@ -384,6 +392,14 @@ class TransferPlan:
 
     def _refuse_lost_bytes(self) -> None:
         """Raises ValueError if needed bytes are in no slot at hand, and can't be decoded."""
+        for old in self.sections:
+            pieces = section_pieces(self.placement, old)
+            absent = {each.owner for piece in pieces for each in piece.inputs.values()} - self.readers.reader_of.keys()
+            if absent:
+                name = slot_name(min(absent), len(self.placement.domains))
+                raise ValueError(
+                    f"the unreplicated leaves of old rank {old} can't be decoded without {name}, which is lost."
+                )
         missing = set(self.owners).difference(self.readers.reader_of)
         for where, number in self._all_needs if missing else ():
             if where is PieceSource.SLOT and number in missing and number not in self.sections:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from reft.client.attach import report
 from reft.core.coding.placement import Placement
+from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
-from reft.core.recovery.recovery import RecoveryPlan
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, RecoveryPlan
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.core.coding.test_placement import placed, sharded
@@ -33,6 +34,20 @@ def test_an_attach_that_goes_back_says_so():
     survey.replies["a"].restores.CopyFrom(pb.RestoreCount(step=8, count=3))
     assert lines(Version(FIRST.decision.epoch, 7), survey)[1].endswith("ended before step 9: going back to step 7.")
     assert len(lines(Version(FIRST.decision.epoch, 8), survey)) == 1
+
+
+def test_leaves_that_came_from_parity_are_named_with_their_step_and_nodes():
+    survey = survey_of(FIRST, {"a": [7, 8]})
+    base = Version(FIRST.decision.epoch, 7)
+    plan = RecoveryPlan(
+        base,
+        capsules={1: HeldCapsule("a", 1, base, 99)},
+        parity={0: HeldParity("a", 0, "parity-0.slot-0", SlotState.SEALED, base)},
+    )
+    assert report.restored("job", base, "peers", FIRST.manifest, survey, plan)[1:] == [
+        "the state of ranks [1] on name-b was decoded from the other nodes; a later snapshot protects it again.",
+        "leaves that only ranks [1] held came from parity of step 7 on name-a.",
+    ]
 
 
 NODES = [pb.Node(name=f"node-{i}", ranks=[2 * i, 2 * i + 1]) for i in range(4)]

@@ -166,6 +166,14 @@ def test_lost_shards_without_replicas_are_decoded_from_guard_lanes(D, new):
         assert move.is_whole(), lost
 
 
+def test_sections_are_refused_by_name_if_two_members_are_lost():
+    move = Move(LARGE, rows(3), rows(2), range(3), slots=4)
+    assert not move.can_lose([0, 2])
+    results = move.load([0, 2], box=Postbox(deadline_s=5.0))
+    assert all(isinstance(result, ValueError) for result in results)
+    assert "leaves of old rank 0 can't be decoded without rank 2, which is lost" in str(results[0])
+
+
 def test_damage_of_the_sources_of_a_lost_section_is_found():
     move = Move(LARGE, rows(3), rows(2), range(3), slots=4)
     move.parity[1].data[9] ^= 1
