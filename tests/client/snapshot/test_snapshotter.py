@@ -403,3 +403,18 @@ def test_the_guard_stays_until_a_step_is_protected():
     assert held == [{5, 7, 8}, {5, 7, 8, 9}, {5, 8, 9, 10}, {5, 9, 10, 11}, {9, 10, 11, 12}]
     rank.snapshots._thread.close()
     rank.copy_engine.close()
+
+
+def test_a_step_of_exchanged_state_is_protected_once_its_turn_has_ended(rank):
+    own = [pack([replace(leaf, global_offset=(7 * i,) * len(leaf.shape)) for leaf in rank.leaves]) for i in range(2)]
+    division = divide({layout.digest: layout for layout in own}, [layout.digest for layout in own])
+    exchanging = place(division, range(2), "auto", 1, 4096, slots=4)
+    assert exchanging.guard_lanes and not rank.placement.guard_lanes
+    assert rank.snapshots.is_protected(5), "replicas are protected with the step itself"
+    rank.snapshots.facts = replace(rank.snapshots.facts, placement=exchanging)
+    rank.reporter.pins = Pins(3, whole=5, turn=5, protected=4)
+    assert rank.snapshots.is_protected(4) and not rank.snapshots.is_protected(5)
+    rank.reporter.pins = Pins(4, whole=5, protected=5)
+    assert rank.snapshots.is_protected(5)
+    rank.snapshots.facts = replace(rank.snapshots.facts, placement=replace(exchanging, slots=3))
+    assert not rank.snapshots.is_protected(5), "with three slots nothing is exchanged"
