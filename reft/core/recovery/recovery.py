@@ -259,12 +259,12 @@ def _is_of_its_lane(parity: HeldParity, placement: Placement) -> bool:
     return where is not None and parity.layout == placement.guard_lanes[where[0]].digest
 
 
-def _gives_back(copy: HeldCapsule, evidence: _Evidence, placement: Placement) -> bool:
+def _gives_back(copy: HeldCapsule, slots: Collection[int], parity: Collection[int], placement: Placement) -> bool:
     """Whether a lost rank's capsule, with its guard lane if needed, replaces its slot."""
     if not copy.unreplicated_bytes:
         return True
-    partners, parity = lane_partners(placement, copy.rank, copy.unreplicated_bytes), evidence.parity(placement)
-    return bool(partners) and all(rank in evidence.slots and rank in parity for rank in partners)
+    partners = lane_partners(placement, copy.rank, copy.unreplicated_bytes)
+    return bool(partners) and all(rank in slots and rank in parity for rank in partners)
 
 
 def _parity_of(sections: Iterable[int], evidence: _Evidence, placement: Placement) -> dict[int, HeldParity]:
@@ -416,7 +416,10 @@ def _shortfall(version: Version, evidence: _Evidence, groups: Sequence[LaneGroup
     have = np.zeros(world, np.bool_)
     have[[rank for rank in evidence.slots if 0 <= rank < world]] = True
     lost = tuple(np.flatnonzero(~have).tolist())
-    bare = tuple(rank for rank in lost if rank not in capsules or not _gives_back(capsules[rank], evidence, placement))
+    slots, parity = evidence.slots, evidence.parity(placement)
+    bare = tuple(
+        rank for rank in lost if rank not in capsules or not _gives_back(capsules[rank], slots, parity, placement)
+    )
     unreplicated = tuple(rank for rank in bare if rank in capsules)
     return Shortfall(version, lost, undecodable(groups, have), bare, unreplicated)
 
