@@ -108,6 +108,14 @@ def test_a_whole_step_alone_is_news():
     assert coordinator.hear_node(1, report_of({7: VOID}, since=5)) and coordinator.outcome.whole == 5
 
 
+def test_a_restarted_node_passes_a_whole_step_up_and_does_not_act_on_it():
+    leaf = Round(1, 2, frozenset({2, 3}))
+    leaf.hear_rank(2, report_of({7: SEALED, 9: SEALED}))
+    leaf.hear_rank(3, report_of({10: VOID}, since=9))
+    assert leaf.outcome == Outcome(), "the pins of step 9 are not known here"
+    assert leaf.report() == StepReport(9, 10), "older steps are decided"
+
+
 def test_reports_of_foreign_ranks_and_nodes_are_refused():
     one = Round(0, 3, frozenset({0}))
     with pytest.raises(ValueError, match="rank 1 is not one of this node's ranks"):
