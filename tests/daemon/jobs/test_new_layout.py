@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from reft.core.commit.decision import Decision
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import Outcome, StepAnswer
 from reft.core.commit.version import Version
 from reft.errors import AlreadyAttached, AttachError, StaleEpoch
@@ -17,7 +19,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
 from reft_daemon.jobs import epochs, rounds
 from reft_daemon.jobs.changes import ChangeQueue
-from reft_daemon.jobs.epochs import check_base, leases_to_keep
+from reft_daemon.jobs.epochs import check_kept, leases_to_keep
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
 from tests.daemon.jobs.test_leases import decide_request
@@ -55,7 +57,7 @@ def relayout(base: int | None, *pids: int, counter: int = 2) -> pb.DecideRequest
 
 
 def make_whole(job: JobRecord, step: int) -> None:
-    rounds.hear_outcome(job, Outcome(whole=step, until=step))
+    rounds.hear_outcome(job, Outcome(Pins(whole=step), step))
 
 
 # The pin
@@ -193,15 +195,27 @@ def test_a_base_may_not_be_older_than_what_is_whole_here(job, whole, base, is_ta
     if whole is not None:
         make_whole(job, whole)
     if is_taken:
-        check_base(job, base)
+        check_kept(job, Decision(epoch_of(2), base))
         return
     with pytest.raises(AttachError, match=rf"the base of the new layout is .*, but step {whole} .* is whole"):
-        check_base(job, base)
+        check_kept(job, Decision(epoch_of(2), base))
+
+
+@pytest.mark.parametrize(("guard", "is_taken"), [(None, True), (3, True), (4, True), (2, False)])
+def test_a_guard_may_not_be_older_than_what_is_protected_here(job, guard, is_taken):
+    rounds.hear_outcome(job, Outcome(Pins(2, whole=5, protected=3), 5))
+    base = Version(epoch_of(1), 5)
+    decision = Decision(epoch_of(2), base, guard=None if guard is None else Version(epoch_of(1), guard))
+    if is_taken:
+        check_kept(job, decision)
+        return
+    with pytest.raises(AttachError, match=r"the guard of the new layout is step 2 .* step 3 .* is protected"):
+        check_kept(job, decision)
 
 
 def test_without_a_round_every_base_is_taken(job):
     job.round = None
-    check_base(job, None)
+    check_kept(job, Decision(epoch_of(2), None))
 
 
 def test_the_base_of_trainers_that_stay_is_checked_and_that_of_an_attach_is_not(job):
