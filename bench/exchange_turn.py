@@ -19,17 +19,19 @@ steps   Two ranks train with FSDP2 and AdamW; each has a daemon and takes a snap
         Two such jobs take turns in blocks of steps: one exchanges parity, one has protect="none".
         Turns follow each other without a pause. Between two blocks all turns end.
 
-            free      the ranks share all cores but one
+            free      the ranks share all cores but one; on two cores they share one core
             busy      the ranks use all cores
+
+        The free core carries the movers and daemons of both nodes.
 
         ratio = median over rounds of (median step with turns / median step without) of one round
 
         The first steps of a block do not count. The processor time of a mover is that of sending
         and receiving, because each of the two nodes does both.
 
-bytes   D daemons with a rank each make one turn. Bytes that each node received are those in its log;
-        memory is what the files of its parity slots have allocated. They stand beside full copies
-        on one peer, with two buffers (Gemini, SOSP '23): S sent and 2 S kept. S is a rank's
+bytes   D daemons with a rank each make one turn. The bytes that a node received are those in its
+        log; memory is what the files of its parity slots have allocated. Beside them stand full
+        copies on one peer, with two buffers (Gemini, SOSP '23): S sent and 2 S kept. S is a rank's
         section. The formulas for f = 1: (D-1)/(D-f) S sent, 2f/(D-f) S kept.
 
 Ends with 1 if a goal is missed. `busy` has no goal, because turns and training then share cores.
@@ -78,12 +80,15 @@ from reft_daemon.arena.arena import Arena, SlotFile
 from reft_daemon.mover.mover import Mover, MoverSettings, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
 from reft_daemon.peers.turns import RANGES_MAX
+from tests.support.daemons import Site
+from tests.support.exchange import ShardedJob
 
 PARTS = ("mover", "steps", "bytes")
 JOB = "bench-turn"
 CHUNK = 256 << 10
 VERSION = Version(Epoch(1, b"turn" * 4), 1)
 DEADLINE_S = 120.0
+NODES = 2  # of the copies and the steps
 SPAWN = multiprocessing.get_context("spawn")
 RAW, PLAIN, MOVER = COPIES = ("raw", "plain", "mover")
 GOALS = {PLAIN: 0.85, MOVER: 0.55}  # least part of the rate of raw sockets
@@ -98,6 +103,7 @@ SEALED_PARITY = re.compile(r"parity of .* is sealed here: (\d+) bytes in ([\d.]+
 MOVER_STARTED = re.compile(r"mover pid=(\d+) started")
 MEMBERS = (2, 4, 8)
 PADDING = 1.01  # pieces are whole chunks
+HEADERS = 2 * Geometry(0, 0, CHUNK).data_offset + CHUNK  # bytes of two slots beside their data
 
 NOTES = (
     "Both ends of a copy share two cores. Raw sockets send from the mapped slot and receive into one buffer of 4 MiB.",
@@ -385,8 +391,9 @@ class TwoDaemons:
     """Two daemons of one machine that call each other over loopback."""
 
     def __init__(self, stack: ExitStack) -> None:
-        made = [stack.enter_context(common.daemon(f"bench{i}", "--listen", "127.0.0.1:0")) for i in range(2)]
+        made = [stack.enter_context(common.daemon(f"bench{i}", "--listen", "127.0.0.1:0")) for i in range(NODES)]
         self.addresses = tuple(address for address, _ in made)
+        self._pids = [pid for _, pid in made]
 
     def logs(self) -> list[str]:
         return [(Path(address.removeprefix("unix:")).parent / "log").read_text() for address in self.addresses]
@@ -398,6 +405,10 @@ class TwoDaemons:
     def mover_cpu_s(self) -> float:
         """Returns the processor time of both movers so far."""
         return sum(cpu_s(int(pids[-1])) for log in self.logs() if (pids := MOVER_STARTED.findall(log)))
+
+    def cpu_s(self) -> float:
+        """Returns the processor time of both daemons so far, without their movers."""
+        return sum(map(cpu_s, self._pids))
 
     def await_protected(self) -> None:
         """Returns once the newest whole step of the exchanging job is protected on both nodes."""
@@ -422,6 +433,7 @@ class StepBlocks:
         on: blocks of the job that exchanges parity.
         turns: bytes and seconds of each turn of each node.
         cpu_s: processor time of both movers.
+        daemons_s: off or on → processor time of both daemons, for each block.
         on_s: seconds of the blocks with turns, until the last turn ended.
         stats: of rank 0 of either job, at the end.
     """
@@ -430,6 +442,7 @@ class StepBlocks:
     on: list[list[float]] = field(default_factory=list)
     turns: list[tuple[int, float]] = field(default_factory=list)
     cpu_s: float = 0.0
+    daemons_s: dict[str, list[float]] = field(default_factory=lambda: {"off": [], "on": []})
     on_s: float = 0.0
     stats: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -452,7 +465,7 @@ def measure_steps(cores: set[int], layers: int, rounds: int, steps: int) -> Step
         ranks: dict[str, list[Connection]] = {}
         for protect in ("none", "auto"):
             task = RankTask(protect, layers, daemons.addresses, frozenset(cores), str(home / protect))
-            ranks[protect] = [stack.enter_context(spawned(train, rank, task))[0] for rank in range(2)]
+            ranks[protect] = [stack.enter_context(spawned(train, rank, task))[0] for rank in range(NODES)]
             for control in ranks[protect]:
                 answer_of(control)
         batch = 8
@@ -462,13 +475,16 @@ def measure_steps(cores: set[int], layers: int, rounds: int, steps: int) -> Step
         daemons.await_protected()
         before, before_s = daemons.turns(), daemons.mover_cpu_s()
         for _ in range(rounds):
+            used_s = daemons.cpu_s()
             seconds, measured.stats["off"] = block(ranks["none"], batch, steps)
             measured.off.append(seconds)
-            began = time.perf_counter()
+            measured.daemons_s["off"].append(daemons.cpu_s() - used_s)
+            began, used_s = time.perf_counter(), daemons.cpu_s()
             seconds, measured.stats["on"] = block(ranks["auto"], batch, steps)
             measured.on.append(seconds)
             daemons.await_protected()
             measured.on_s += time.perf_counter() - began
+            measured.daemons_s["on"].append(daemons.cpu_s() - used_s)
         measured.cpu_s = daemons.mover_cpu_s() - before_s
         for old, turns in zip(before, daemons.turns(), strict=True):
             measured.turns += turns[len(old) :]
@@ -479,20 +495,29 @@ def step_rows(name: str, measured: StepBlocks) -> list[Row]:
     """Returns the steps with turns beside those without, and what the turns did."""
     ratios = [median(on) / median(off) for on, off in zip(measured.on, measured.off, strict=True)]
     goal = f"<= {STEP_GOAL:g}" if name == "free" else None
-    rows = [Row(f"{name}: step with turns", "of one without", goal, median(ratios), min=min(ratios), max=max(ratios))]
+    rows = [
+        Row(
+            f"{name}: step with turns over one without", "ratio", goal, median(ratios), min=min(ratios), max=max(ratios)
+        )
+    ]
     for what, blocks in (("without turns", measured.off), ("with turns", measured.on)):
         steps = [1000 * seconds for each in blocks for seconds in each]
         rows.append(Row(f"{name}: step {what}", "ms", None, median(steps), p99=quantile(steps, 0.99)))
     seconds = [took_s for _, took_s in measured.turns]
     gb = sum(nbytes for nbytes, _ in measured.turns) / 1e9
-    share = sum(seconds) / len(measured.stats) / measured.on_s
+    share = sum(seconds) / NODES / measured.on_s
     rows.append(Row(f"{name}: a turn", "s", None, median(seconds), p99=quantile(seconds, 0.99)))
     rows.append(Row(f"{name}: a turn is under way", "of the time", None, share))
     rows.append(Row(f"{name}: mover, sends and receives", "CPU s a GB", None, measured.cpu_s / gb))
-    for what in ("off", "on"):
+    for what, blocks in (("off", measured.off), ("on", measured.on)):
         stats = measured.stats[what]
         skipped = stats["skipped"] / max(stats["skipped"] + stats["snapshots"], 1)
         rows.append(Row(f"{name}: snapshots skipped, turns {what}", "of all", None, skipped))
+        used_ms = [
+            1000 * used / NODES / (len(each) + WARM)
+            for used, each in zip(measured.daemons_s[what], blocks, strict=True)
+        ]
+        rows.append(Row(f"{name}: a daemon, turns {what}", "CPU ms a step", None, median(used_ms)))
     return rows
 
 
@@ -524,9 +549,6 @@ def loopback_bytes() -> int:
 
 def measure_turn(members: int, section: int) -> OneTurn:
     """Makes one turn of so many nodes, each with a daemon and a rank that wrote a slot."""
-    from tests.support.daemons import Site
-    from tests.support.exchange import ShardedJob
-
     site = Site()
     try:
         job = ShardedJob(site.add(members), [section] * members, os.getpid()).begin()
@@ -547,12 +569,13 @@ def turn_rows(members: int, turn: OneTurn) -> list[Row]:
     name, sent, kept = f"D = {members}", (members - 1) / (members - 1), 2 / (members - 1)
     received = [nbytes / turn.section for nbytes in turn.received]
     held = [nbytes / turn.section for nbytes in turn.kept]
+    limit = kept * PADDING + HEADERS / turn.section
     return [
         Row(f"{name}: received and sent a node", "S", f"<= {sent * PADDING:.3f}", max(received)),
         Row(f"{name}: the same by the formula", "S", None, sent),
         Row(f"{name}: all bytes on loopback, a node", "S", None, turn.loopback / members / turn.section),
         Row(f"{name}: full copies, sent a node", "S", None, 1),
-        Row(f"{name}: parity kept a node", "S", f"<= {kept * PADDING + SLOT_SECTIONS:.3f}", max(held)),
+        Row(f"{name}: parity kept a node", "S", f"<= {limit:.3f}", max(held)),
         Row(f"{name}: the same by the formula, without headers", "S", None, kept),
         Row(f"{name}: full copies, kept a node", "S", None, 2),
     ]
@@ -611,5 +634,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
