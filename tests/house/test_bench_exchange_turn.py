@@ -18,13 +18,14 @@ from bench.exchange_turn import (
     OneTurn,
     PlainMover,
     StepBlocks,
+    TwoNodes,
     copy_rows,
     step_rows,
     turn_rows,
     two_nodes,
 )  # fmt: skip
 from bench.result import Row
-from reft_daemon.mover.mover import Mover, MoverSettings
+from reft_daemon.mover.mover import Mover, MoverSettings, PullFailed
 
 GB = 10**9
 S = 64 << 20
@@ -51,6 +52,18 @@ def test_processor_time_is_given_for_a_gb_and_side():
     rows = by_name(copy_rows(2 * GB, copies(raw=[1, 1], plain=[1, 1], mover=[4, 4])))
     assert rows["mover, source"].value == 1 and rows["mover, holder"].value == 0.5
     assert rows["zeroing the parity slot"].value == 0.05 and rows["digesting the parity slot"].value == 0.1
+
+
+def copy_once(nodes: TwoNodes, kind: str, mover: type[Mover]) -> Copied:
+    async def copy() -> Copied:
+        nodes.movers[kind] = mover(MoverSettings()), mover(MoverSettings())
+        try:
+            return await nodes.copy(kind)
+        finally:
+            for each in nodes.movers[kind]:
+                await each.close()
+
+    return asyncio.run(copy())
 
 
 def blocks() -> StepBlocks:
@@ -92,16 +105,8 @@ def test_a_turn_has_the_bytes_of_the_formulas(members, kept):
 
 @pytest.mark.parametrize(("kind", "mover"), [(MOVER, Mover), (PLAIN, PlainMover)])
 def test_a_copy_moves_the_bytes_and_only_the_plain_one_leaves_the_parity_empty(kind, mover):
-    async def copy() -> Copied:
-        nodes.movers[kind] = mover(MoverSettings()), mover(MoverSettings())
-        try:
-            return await nodes.copy(kind)
-        finally:
-            for each in nodes.movers[kind]:
-                await each.close()
-
     with two_nodes(1 << 20) as nodes:
-        copied = asyncio.run(copy())
+        copied = copy_once(nodes, kind, mover)
         nodes.check(kind)
         assert nodes.parity.map.data.any() == (kind == MOVER)
         assert copied.seconds > 0 and copied.source_s > 0 and copied.holder_s > 0
@@ -114,3 +119,14 @@ def test_all_copies_of_a_round_have_their_times():
     times = exchange_turn.measure_copies(1 << 20, 1)
     assert {kind: len(each) for kind, each in times.items()} == {RAW: 1, PLAIN: 1, MOVER: 1}
     assert np.all([copied.seconds > 0 for each in times.values() for copied in each])
+
+
+@pytest.mark.parametrize(("kind", "mover"), [(MOVER, Mover), (PLAIN, PlainMover)])
+def test_only_the_plain_mover_sends_damaged_bytes(kind, mover):
+    with two_nodes(1 << 20) as nodes:
+        nodes.source.map.data[0] ^= 1
+        if kind == MOVER:
+            with pytest.raises(PullFailed, match="changed in memory"):
+                copy_once(nodes, kind, mover)
+        else:
+            copy_once(nodes, kind, mover)
