@@ -36,11 +36,12 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--stage", type=int, default=2)
 parser.add_argument("--accumulate", default="bf16")
+parser.add_argument("--width", type=int, default=64)
 options = parser.parse_args()
 
 deepspeed.init_distributed("gloo" if not torch.cuda.is_available() else None)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
+model = nn.Sequential(nn.Linear(16, options.width), nn.GELU(), nn.Dropout(0.1), nn.Linear(options.width, 1))
 world = torch.distributed.get_world_size()
 config = {
     "train_batch_size": 16 * world, "gradient_accumulation_steps": 2, "bf16": {"enabled": True},

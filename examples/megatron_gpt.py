@@ -33,6 +33,7 @@ parser.add_argument("--tp", type=int, default=1)
 parser.add_argument("--pp", type=int, default=1)
 parser.add_argument("--vp", type=int, default=1)
 parser.add_argument("--ep", type=int, default=1)
+parser.add_argument("--hidden", type=int, default=32)
 options = parser.parse_args()
 virtual, experts = options.vp if options.vp > 1 else None, 4 if options.ep > 1 else None
 LENGTH, WORDS, MICROBATCHES = 16, 64, 4
@@ -76,7 +77,7 @@ torch.manual_seed(0)
 tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 config = TransformerConfig(
-    num_layers=2 * options.vp, hidden_size=32, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16,
+    num_layers=2 * options.vp, hidden_size=options.hidden, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16,
     use_cpu_initialization=True, tensor_model_parallel_size=options.tp, pipeline_model_parallel_size=options.pp,
     virtual_pipeline_model_parallel_size=virtual, expert_model_parallel_size=options.ep, num_moe_experts=experts,
     pipeline_dtype=torch.bfloat16, batch_p2p_comm=False, finalize_model_grads_func=finalize_model_grads,

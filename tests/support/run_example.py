@@ -162,6 +162,7 @@ KINDS = {
     "resumed_trainer.py": of_transformers,
     "trainer_low_bit.py": of_transformers,
     "torchao_low_bit.py": of_loop,
+    "expert_parallel.py": of_loop,
 }
 
 
