@@ -4,6 +4,10 @@
 
 DS_ACCELERATOR=cpu torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
 examples/deepspeed_zero.py
+
+Under ZeRO each rank alone holds its part of masters and moments. Here this part is so small that it
+travels in capsules. With --width 16384 it is larger, and the daemons of several nodes exchange
+parity of it, beside training. Then a lost node takes the job back to the newest protected step.
 """
 
 import argparse

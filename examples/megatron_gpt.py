@@ -1,10 +1,15 @@
 """Megatron-core with reft: a small GPT in bf16 with fp32 masters, and one line.
 
 --tp, --pp and --ep split the model by tensors, stages and experts; --vp sets the stages of each
-rank.
+rank; --hidden sets the width of the layers.
 
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
 examples/megatron_gpt.py --tp 2
+
+With the distributed optimizer each rank alone holds its part of main parameters and moments. Here
+this part is so small that it travels in capsules. With --hidden 128 it is larger, and the daemons
+of several nodes exchange parity of it, beside training. Then a lost node takes the job back to the
+newest protected step.
 """
 
 import argparse

@@ -2,6 +2,9 @@
 
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
 examples/torchtitan_llama.py
+
+Each rank alone holds its shards. The daemons of several nodes exchange parity of the shards, beside
+training. So a lost node takes the job back to the newest protected step.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Trains a mixture of experts in plain torch with EP: a script for `run_example`.
 
-Each rank holds two experts that no other rank holds. Router and output layer are replicas. Each token
-goes to the rank of its expert, and comes back.
+Each rank holds two experts that no other rank holds. All other layers are replicas. Each token goes
+to the rank of its expert, and comes back.
 """
 
 import argparse

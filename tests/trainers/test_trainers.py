@@ -86,8 +86,9 @@ EXCHANGED = ("--width", "--hidden", "torchtitan", "expert_parallel")  # these ex
 # Minutes; run with -m "trainers and slow".
 SLOW = ("--ep 2",)
 OTHER_MOMENTS = [pytest.param(seed, marks=pytest.mark.chaos) for seed in (1, 2, 3)]
-# All but HELD_ONCE lose no node. A lost node takes state that nobody foresaw with it, until the ranks
-# have a layout for that state. `e2e/test_moves` waits for that layout; torchao's runs don't.
+# In all other runs of these, no node is lost. A lost node takes state that nobody foresaw with it,
+# until the ranks have a layout for it. `e2e/test_moves` waits for that layout; torchao's runs do
+# not.
 NO_LOST_NODE = ("deepspeed", "megatron", "torchtitan", "torchao")
 ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in NO_LOST_NODE]
 # Modules that a trainer's workers import. Each run imports them once, and forks.
@@ -387,7 +388,7 @@ def test_a_lost_node(example, seed, plain, site):
 
 
 def held_once() -> Iterator[Any]:
-    """Yields (example, seed): two moments of a lost node for each example; `make test-trainers` runs few."""
+    """Yields (example, seed): two moments of a lost node for each example."""
     for script in HELD_ONCE:
         for seed in (0, 1):
             yield pytest.param(script, seed, marks=[] if script in WITHIN_40_S and not seed else pytest.mark.chaos)
@@ -408,7 +409,7 @@ def exposed(node: DaemonProcess) -> list[str]:
 
 @pytest.mark.parametrize(("example", "seed"), list(held_once()), indirect=["example"])
 def test_a_lost_node_takes_the_job_back_to_the_protected_step(example, seed, plain, site):
-    """A node is lost with its rank and its memory, in mid-copy or after a copy. A new node replaces it."""
+    """A node is lost with its rank and memory, in mid-copy or after it. A new one replaces it."""
     chance = random.Random(f"protected {example.command[1:]} {seed}")
     lost, step = chance.randrange(example.nodes), chance.randrange(6, 15)
     stops = f"snapshot.{chance.choice(['chunk', 'landed'])}:stop:rank={lost}:from={step}"
@@ -418,10 +419,7 @@ def test_a_lost_node_takes_the_job_back_to_the_protected_step(example, seed, pla
         until(lambda: victim.status() == psutil.STATUS_STOPPED or ranks[lost].poll() is not None, 200, f"step {step}")
         assert ranks[lost].poll() is None, ended(ranks[lost]).stderr
         until(lambda: survives_any_node(nodes) > 0, what="a step that survives any node")
-        assert exposed(nodes[0]) == []
-        status = nodes[0].status("mine")
-        assert status.HasField("exchange") == any(word in " ".join(example.command) for word in EXCHANGED)
-        protected = survives_any_node(nodes)
+        protected, status = survives_any_node(nodes), nodes[0].status("mine")
         ranks[lost].kill()
         vanish(nodes[lost])
     nodes[lost] = site.add(1)[0]
@@ -430,6 +428,8 @@ def test_a_lost_node_takes_the_job_back_to_the_protected_step(example, seed, pla
     assert {each.returncode for each in done} == {0}, "".join(each.stderr for each in done)
     print(f"{stops}: step {status.whole} was whole, {protected} survived any node; went on from {restored(done[0])}")
     assert restored(done[0])[0] >= protected
+    assert status.HasField("exchange") == any(word in " ".join(example.command) for word in EXCHANGED)
+    assert exposed(nodes[0]) == []
     for each, expected in enumerate(plain(example)):
         assert_ends_alike(example.result("done", each), expected)
 

@@ -14,8 +14,8 @@
     ChainedOptimizer       those of its members, the dense      optimizer.0.0., optimizer.0.1.
                            and the experts'
 
-Without a second instance, a rank is the only holder of its slices, as with ZeRO-1. Then the state
-survives lost processes, but not lost nodes.
+Without a second instance, a rank is the only holder of its slices, as with ZeRO-1. Then the slices
+travel in capsules if they are small. Else the daemons exchange parity of them.
 """
 
 from __future__ import annotations
