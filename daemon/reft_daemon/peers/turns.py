@@ -155,8 +155,11 @@ class TurnService:
         """
         if job.id in self._held:
             raise AttachError(f"job {job.id} is being attached; its turns begin after the decision.")
+        pieces = {local.rank: local.lane.piece_sizes for local in parity.local_lanes(job) if local.lane.f > 1}
         slots = [
-            SourceSlot(slot, *job.sections[slot.rank]) for slot in job.slots.all.values() if slot.rank in job.sections
+            SourceSlot(slot, *job.sections[slot.rank], pieces.get(slot.rank))
+            for slot in job.slots.all.values()
+            if slot.rank in job.sections
         ]
         ticket, port = await self._mover.grant(job.id, slots)
         return pb.OpenBulkReply(port=port, ticket=ticket, address=self._bulk_host)
@@ -286,12 +289,13 @@ class TurnService:
         lane = local.lane
         rank, node = lane.members[source], _node_of(job, lane.members[source])
         ranges = list(lane.requests(source, local.member, job.record.manifest.chunk_bytes))
+        fold = (lane.code.k, lane.f), lane.column_of(source, local.member), lane.block_bytes
         moved_s = time.monotonic()
         while ranges:
             batch, reason = ranges[:RANGES_MAX], ""
             folded = len(batch)
             try:
-                pull = RangePull(*(await self._ticket(job, node)), turn.version, rank, batch)
+                pull = RangePull(*(await self._ticket(job, node)), turn.version, rank, batch, *fold)
                 await writer.pull(pull, FRAME_S * (len(batch) + 2))
             except MoverGone:
                 raise

@@ -44,6 +44,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from reft.core.coding.erasure import ErasureCode, code_for
 from reft.core.coding.two_level import units
@@ -54,6 +55,22 @@ PARITY_BUFFERS = 2  # of each holder: one for the protected version, one for the
 PIECE_UNIT = 4096  # bytes: pieces shorter than a chunk are multiples of this
 BLOCK_MAX = 256 << 10  # bytes of a block before its packets are aligned: decoding reads a block of all pieces
 RANGE_MAX = 4 << 20  # bytes that one request asks for
+
+
+class PieceSizes(NamedTuple):
+    """How a source's section is cut.
+
+    Attributes:
+        k: number of plain pieces.
+        coded: number of coded pieces behind them.
+        piece_bytes: size of a piece.
+        block_bytes: size of a block of a piece.
+    """
+
+    k: int
+    coded: int
+    piece_bytes: int
+    block_bytes: int
 
 
 @dataclass(frozen=True)
@@ -97,6 +114,10 @@ class GuardLane:
     @property
     def block_bytes(self) -> int:
         return self.piece_bytes // self.blocks
+
+    @property
+    def piece_sizes(self) -> PieceSizes:
+        return PieceSizes(self.k, self.f - 1, self.piece_bytes, self.block_bytes)
 
     def gives_back(self, rank: int, slots: Collection[int], parity: Collection[int]) -> bool:
         """Whether the lane gives back the section of a lost member.
@@ -146,14 +167,14 @@ class GuardLane:
     def piece_range(self, source: int, piece: int) -> tuple[int, int]:
         """Returns begin and end of a piece in its source's section, or behind it if it is coded.
 
-        The zeros behind the section are left out, and those of a coded piece where it is a plain
-        XOR of the pieces, or a copy.
+        The zeros behind the section are left out. A block of a coded piece is left out if it is
+        zeros, and the end of its last block if the piece is the plain XOR of the others.
         """
         begin, size = piece * self.piece_bytes, self.sizes[source]
         if not self.k <= piece < self.D - 1:
             return min(begin, size), min(begin + self.piece_bytes, size)
         is_plain = piece == self.k or self.inner.w == 1
-        return begin, begin + (min(self.piece_bytes, size) if is_plain or not size else self.piece_bytes)
+        return begin, begin + min(size if is_plain else align(size, self.block_bytes), self.piece_bytes)
 
     def column_of(self, source: int, holder: int) -> int:
         """Returns the data shard of a source in the code of a holder."""

@@ -484,6 +484,8 @@ def test_capsules_of_exchanged_ranks_stay_in_their_lane():
     two_lanes = sharded([200_000] * 16 + [100_000] * 16, range(32))
     nodes = [{rank} for rank in range(32)]
     holders = [holders_among(two_lanes, nodes, range(32), node) for node in range(32)]
-    assert all(len(each) == 1 and (each[0] < 16) == (node < 16) for node, each in enumerate(holders))
+    assert {lane.f for lane in two_lanes.guard_lanes} == {2}
+    assert all(len(each) == 2 for each in holders)
+    assert all((holder < 16) == (node < 16) for node, each in enumerate(holders) for holder in each)
     fewer_slots = replace(placement, slots=3)
     assert [holders_among(fewer_slots, nodes[:4], range(4), node) for node in range(4)] == [()] * 4
