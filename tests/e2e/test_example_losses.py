@@ -250,6 +250,23 @@ def test_any_two_nodes_of_an_exchange_are_lost_at_once(seed, plain, site, tmp_pa
     assert exposures(run.nodes[0]) == []
 
 
+@pytest.mark.chaos
+def test_two_lost_nodes_of_an_exchange_are_rebuilt_by_recover(plain, site, tmp_path):
+    """Each replacement makes the slots of its lost node; then the job goes on."""
+    nodes = [DaemonProcess("--node", f"n{i}", "--listen", "127.0.0.1:0") for i in range(6)]
+    site.daemons += nodes
+    run = Run(FSDP2_SIX, tmp_path / "rebuilt", nodes)
+    whole = run.lose(Moment("nodes", rank=4, step=9, after=1, apart=3), 3, site)
+    onto = [each for index in (1, 4) for each in ("--onto", f"n{index}={run.nodes[index].address}")]
+    environment = {"REFT_DAEMON": run.nodes[0].address}
+    done = CliRunner().invoke(main, ["recover", "job", "--yes", "--json", *onto], env=environment)
+    assert done.exit_code == 0, done.output
+    rebuilt = json.loads(done.stdout)["rebuilt"]
+    assert sorted(rank for each in rebuilt for rank in each["ranks"]) == [1, 4]
+    assert min(each["step"] for each in rebuilt) >= whole
+    assert_went_on(run.finish(run.start()), [whole], plain(FSDP2_SIX), FSDP2_SIX.steps)
+
+
 def exposures(node: DaemonProcess) -> list[tuple[str, list[int], int]]:
     """Returns the state that a lost node would take with it: reason, ranks, bytes."""
     done = CliRunner().invoke(main, ["status", "--json"], env={"REFT_DAEMON": node.address}, catch_exceptions=False)

@@ -148,7 +148,9 @@ class Mover:
         if running.offers.get(job) != key:
             for first in range(0, len(slots) or 1, DESCRIPTORS_MAX):
                 batch = slots[first : first + DESCRIPTORS_MAX]
-                fields = [(each.slot.rank, each.begin, each.nbytes, each.slot.file_bytes, each.pieces) for each in batch]
+                fields = [
+                    (each.slot.rank, each.begin, each.nbytes, each.slot.file_bytes, each.pieces) for each in batch
+                ]
                 offer = {"do": "offer", "job": job, "anew": not first, "slots": fields}
                 await self._send(running, offer, [each.slot.descriptor for each in batch])
             running.offers[job] = key

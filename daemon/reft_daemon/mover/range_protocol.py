@@ -68,7 +68,7 @@ class RangeStatus(IntEnum):
     OK = 0
     GONE = 1  # no sealed slot of exactly this version
     DAMAGED = 2  # the bytes are not as they were sealed
-    OUTSIDE = 3  # the range is empty, too long, or not in the rank's section and coded pieces
+    OUTSIDE = 3  # the range is empty, too long, or not in the section or its coded pieces
 
 
 WORDS: Final = {
@@ -84,7 +84,8 @@ class RangeRequest(NamedTuple):
     Attributes:
         version: of the slot.
         rank: the source, whose slot has the bytes.
-        offset: begin in the section of the rank's unreplicated leaves, or in coded pieces behind it.
+        offset: begin in the section of the rank's unreplicated leaves, or in the coded pieces behind
+            it.
         length: number of bytes.
     """
 

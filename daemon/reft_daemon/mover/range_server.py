@@ -98,7 +98,7 @@ def _verified_frame(slot: OfferedSlot, header: Header, request: RangeRequest) ->
 
 
 def _extents(slot: OfferedSlot, request: RangeRequest) -> list[tuple[int, int]] | None:
-    """Returns the parts of the section from which a frame is made; None if there is no such frame."""
+    """Returns the parts of the section from which a frame is made; None: there is no such frame."""
     (_, nbytes), pieces, end = slot.section, slot.pieces, request.offset + request.length
     if not 0 < request.length <= protocol.RANGE_MAX:
         return None

@@ -38,7 +38,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import SlotFile
 from reft_daemon.arena.headers import header_of, sealed_versions
-from reft_daemon.jobs import leasing, parity, rounds
+from reft_daemon.jobs import leasing, parity, rounds, slot_reads
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
 from reft_daemon.mover.mover import Mover, MoverGone, ParityWriter, PullFailed, SourceSlot
@@ -289,13 +289,15 @@ class TurnService:
         lane = local.lane
         rank, node = lane.members[source], _node_of(job, lane.members[source])
         ranges = list(lane.requests(source, local.member, job.record.manifest.chunk_bytes))
-        fold = (lane.code.k, lane.f), lane.column_of(source, local.member), lane.block_bytes
         moved_s = time.monotonic()
         while ranges:
             batch, reason = ranges[:RANGES_MAX], ""
             folded = len(batch)
             try:
-                pull = RangePull(*(await self._ticket(job, node)), turn.version, rank, batch, *fold)
+                pull = RangePull(
+                    *(await self._ticket(job, node)), turn.version, rank, batch,
+                    (lane.code.k, lane.f), lane.column_of(source, local.member), lane.block_bytes,
+                )  # fmt: skip
                 await writer.pull(pull, FRAME_S * (len(batch) + 2))
             except MoverGone:
                 raise
@@ -324,9 +326,13 @@ class TurnService:
     # What is protected
 
     def _check_protected(self, job: JobRecord) -> None:
-        """Notes the lanes whose parity, or own slot, of the protected step is gone here."""
+        """Notes the lanes whose parity, or own slot, of the protected step is gone here.
+
+        Only while ranks train here. Else no newer step comes to take its place, and what is left of
+        the step must stay: `reft-cli recover` makes one lost node's slots after the other.
+        """
         step = job.round.outcome.pins.protected if job.round is not None else -1
-        if step < 0:
+        if step < 0 or not slot_reads.living_ranks(job):
             return
         version = Version(job.epoch, step)
         if self._protected.get(job.id, (None, 0.0))[0] != version:

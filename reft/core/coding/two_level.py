@@ -2,7 +2,8 @@
 
     source i    | piece 0 | … | piece k-1 | coded piece k | … | coded piece D-2 |
                 k = D - f pieces of its section │ f - 1 pieces by the inner code, code_for(k, f - 1)
-                any k of these D - 1 pieces give the section; piece r goes to holder i + 1 + r (mod D)
+                any k of these D - 1 pieces give the section
+                piece r goes to holder i + 1 + r (mod D)
 
     holder j    one piece of each other member ─► f parities by the outer code, code_for(D - 1, f)
 

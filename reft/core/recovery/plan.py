@@ -66,7 +66,8 @@ class TransferSizes:
 
     Attributes:
         piece: bytes read, packed and sent at a time.
-        band: bytes of all registers of one decoded slice.
+        band: bytes of all registers of one decoded slice; a slice of a guard lane with f > 1 is one
+            block of each piece, and may be larger.
         window: bytes of messages under way.
         ahead: bytes read and verified in advance; small enough to stay in the cache until sent.
     """

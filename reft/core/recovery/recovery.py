@@ -239,8 +239,9 @@ def plan(
 def lane_partners(placement: Placement, rank: int, unreplicated_bytes: int) -> tuple[int, ...]:
     """Returns the ranks whose slots and parity can give back a lost rank's unreplicated leaves.
 
-    `GuardLane.gives_back` tells how many of them are needed. Empty if nothing can: the rank is in no guard lane, or its slot held leaves that the manifest
-    did not foresee. Such leaves lie outside the section that the lane guards.
+    `GuardLane.gives_back` tells how many of them are needed. Empty if nothing can: the rank is in
+    no guard lane, or its slot held leaves that the manifest did not foresee. Such leaves lie
+    outside the section that the lane guards.
 
     Args:
         placement: of the version's epoch.

@@ -7,9 +7,9 @@
       stripe 1    piece 2 of 2   piece 1 of 3   piece 0 of 0   parity of 1    pieces of which the
       stripe 3    piece 2 of 0   piece 1 of 1   piece 0 of 2   parity of 3    holder keeps parity
 
-        a guard lane that survives f > 1 losses: one stripe for each block of its pieces (coding/two_level.py)
+        a guard lane with f > 1     one stripe for each block of its pieces (coding/two_level.py):
 
-      stripe b    block b of all pieces that are left and of their parity ─► block b of all lost pieces
+      stripe b    block b of all pieces and all parity at hand ─► block b of all lost pieces
 
 slice               | columns begin..end of all packets of a stripe |
 
@@ -61,7 +61,10 @@ class ShardInput(NamedTuple):
 
 
 class MadeShard(NamedTuple):
-    """A shard to make again, at an offset of its owner's slot. Zeros behind `nbytes` are not kept."""
+    """A shard to make again, at an offset of its owner's slot.
+
+    Zeros behind `nbytes` are not kept.
+    """
 
     shard: int
     owner: int

@@ -130,9 +130,7 @@ class LossAnalysis:
         lanes = undecodable(self._groups, have)
         lost_ranks = np.flatnonzero(~have).tolist()
         unreplicated = tuple(
-            rank
-            for rank in lost_ranks
-            if self.unreplicated.get(rank) and not self._gives_back(rank, lost)
+            rank for rank in lost_ranks if self.unreplicated.get(rank) and not self._gives_back(rank, lost)
         )
         bare = tuple(
             rank for rank in lost_ranks if rank not in unreplicated and lost.issuperset(self.copies.get(rank, ()))
@@ -167,8 +165,8 @@ class LossAnalysis:
             if len(homes) == 2:
                 fatal[tuple(homes)] = True
         for guard in units.guards.values():
-            for one, other in guard.pairs():
-                fatal[one, other] = True
+            for pair in guard.pairs():
+                fatal[pair] = True
         first, second = np.nonzero(np.triu(fatal | fatal.T, 1))
         names = units.names
         fatal_pairs = tuple((names[i], names[j]) for i, j in zip(first.tolist(), second.tolist(), strict=True))

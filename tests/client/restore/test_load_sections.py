@@ -226,7 +226,7 @@ def test_a_lane_with_spare_parity_bears_lost_parity():
         job.parity = {rank: slot for rank, slot in parity.items() if rank != gone}
         assert job.load([1]) == [LoadReport()] * 5 and job.is_whole(), gone
     with pytest.raises(ValueError, match="members \\(1, 3\\) of 5 are lost"):
-        job.restore(0, [1, 3], {f"node{rank}": [rank] for rank in range(5)})[1].plans[0].slots_read
+        list(job.restore(0, [1, 3], {f"node{rank}": [rank] for rank in range(5)})[1].plans[0].operations(0))
 
 
 def test_the_pieces_of_a_lane_travel_once_to_each_keeper():

@@ -25,7 +25,7 @@ def lane_of(D: int, f: int, *sizes: int, chunk_bytes: int = CHUNK) -> GuardLane:
 
 
 def uneven(D: int, f: int, order: random.Random) -> GuardLane:
-    """Returns a lane of several blocks a piece; the sections differ, and some end within a block."""
+    """Returns a lane of several blocks a piece; sections differ, and some end within a block."""
     longest = (D - f) * 3 * CHUNK - 500
     return lane_of(D, f, longest, *(order.choice([0, 1, 5000, longest // 2, longest]) for _ in range(D - 1)))
 

@@ -474,7 +474,7 @@ def test_any_f_lost_nodes_of_an_exchange_are_survived_and_f_plus_one_are_refused
 
 
 def test_lost_slots_need_as_many_parity_slots_as_there_are_pieces():
-    """f = 2 of five: a lost rank needs three of the other members' parity slots, whoever has them."""
+    """f = 2 of five: a lost rank needs parity slots of three other members."""
     placement = guarded(5, 2)
 
     def is_restorable(lost: Collection[int], without: Collection[int]) -> bool:

@@ -222,7 +222,7 @@ async def drained(slices: Any) -> None:
 
 
 def test_a_section_whose_lane_lost_too_much_is_refused():
-    placement, slots = with_sections(5, 2)
+    placement, _ = with_sections(5, 2)
     with pytest.raises(ValueError, match=r"members \(0, 1, 2\) of 5 are lost"):
         rebuild_plan(placement, {3, 4, 8, 9}, [0], sections=[0])
     with pytest.raises(ValueError, match=r"parity of \(3, 4\) is at hand"):
