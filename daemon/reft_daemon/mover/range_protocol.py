@@ -84,8 +84,8 @@ class RangeRequest(NamedTuple):
     Attributes:
         version: of the slot.
         rank: the source, whose slot has the bytes.
-        offset: begin in the section of the rank's unreplicated leaves, or in the coded pieces behind
-            it.
+        offset: begin in the section of the rank's unreplicated leaves, or in the coded pieces
+            behind it.
         length: number of bytes.
     """
 
