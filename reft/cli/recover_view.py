@@ -158,13 +158,14 @@ def with_targets(view: RecoveryView, targets: Mapping[str, str]) -> RecoveryView
 def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
     assert plan.base is not None, "a plan without a base"
     placement, manifest = job_survey.placements[plan.base.epoch], job_survey.manifests[plan.base.epoch]
-    lost_nodes = []
+    lost_nodes, world = [], len(placement.domains)
     for node in manifest.nodes:
         # The plan names a capsule only for a rank without a sealed slot of the base: a lost rank.
         ranks = [rank for rank in node.ranks if rank in plan.capsules]
         if not ranks:
             continue
         capsules = sorted({job_survey.names[plan.capsules[rank].node] for rank in ranks})
+        sections = [rank for rank in plan.sections if rank in ranks]
         lost_nodes.append(
             LostView(
                 job_survey.names[node.id],
@@ -173,9 +174,7 @@ def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
                 _holds(job_survey, node.id),
                 tuple(
                     _cell(job_survey, plan, placement, ranks, cost)
-                    for cost in rebuild_plan.costs(
-                        placement, plan.sources, ranks, [rank for rank in plan.sections if rank in ranks]
-                    )
+                    for cost in rebuild_plan.costs(placement, plan.numbers(world), ranks, sections)
                 ),
                 tuple(capsules),
                 sum(placement.rank_placement(rank).data_bytes for rank in ranks),

@@ -67,7 +67,7 @@ def rebuild_request(
     sections = set(plan.sections).intersection(ranks)
     placement = job_survey.placements[base.epoch]
     partners = {partner for rank in sections for partner in lane_partners(placement, rank, 0)}
-    parity = [plan.parity[rank] for rank in sorted(partners)]
+    parity = [plan.parity[rank] for rank in sorted(partners.intersection(plan.parity))]
     ids = sorted({held.node for held in (*sources, *parity)} | {plan.capsules[rank].node for rank in ranks})
     number = {ident: i for i, ident in enumerate(ids)}
     request = pb.RebuildRequest(

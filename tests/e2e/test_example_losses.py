@@ -79,6 +79,7 @@ class Moment(NamedTuple):
     rank: int
     step: int
     after: int
+    apart: int = 1  # of two lost nodes, the second is so many after the first
 
 
 def moments(example: Example, seed: int) -> list[Moment]:
@@ -148,10 +149,10 @@ class Run:
         whole = max(node.status("job").whole for node in self.nodes)
         if self.example.is_exchanged:
             until(self.note_protected, DEADLINE_S, "a protected step")
-            whole = self.protected if moment.kind == "node" else whole
+            whole = self.protected if moment.kind in ("node", "nodes") else whole
         all_ranks = range(self.example.world)
         node, count = self.node_of(moment.rank), len(self.nodes)
-        lost = {"node": [node], "nodes": [node, (node + 1) % count]}.get(moment.kind, [])
+        lost = {"node": [node], "nodes": [node, (node + moment.apart) % count]}.get(moment.kind, [])
         on_lost = [rank for rank in all_ranks if self.node_of(rank) in lost]
         for rank in {"rank": [moment.rank], "all": all_ranks}.get(moment.kind, on_lost):
             os.kill(ranks.processes[rank].pid, signal.SIGKILL)
@@ -232,6 +233,38 @@ def test_two_nodes_of_different_stages_are_lost_at_once(plain, site, tmp_path):
     run = Run(pipeline, tmp_path / "stages", site.add(pipeline.nodes))
     whole = run.lose(Moment("nodes", rank=3, step=7, after=1), 3, site)
     assert_went_on(run.finish(run.start()), [whole], plain(pipeline), pipeline.steps)
+
+
+FSDP2_SIX = Example("fsdp2", 6, 1, True)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(5))
+def test_any_two_nodes_of_an_exchange_are_lost_at_once(seed, plain, site, tmp_path):
+    """FSDP2 on six nodes. Each rank's state has one holder, and survives two lost nodes."""
+    chance = random.Random(f"two nodes {seed}")
+    moment = Moment("nodes", chance.randrange(6), chance.randrange(7, 16), chance.randrange(3), chance.randrange(1, 6))
+    run = Run(FSDP2_SIX, tmp_path / "six", site.add(6))
+    whole = run.lose(moment, 3, site)
+    assert_went_on(run.finish(run.start()), [whole], plain(FSDP2_SIX), FSDP2_SIX.steps)
+    assert exposures(run.nodes[0]) == []
+
+
+@pytest.mark.chaos
+def test_two_lost_nodes_of_an_exchange_are_rebuilt_by_recover(plain, site, tmp_path):
+    """Each replacement makes the slots of its lost node; then the job goes on."""
+    nodes = [DaemonProcess("--node", f"n{i}", "--listen", "127.0.0.1:0") for i in range(6)]
+    site.daemons += nodes
+    run = Run(FSDP2_SIX, tmp_path / "rebuilt", nodes)
+    whole = run.lose(Moment("nodes", rank=4, step=9, after=1, apart=3), 3, site)
+    onto = [each for index in (1, 4) for each in ("--onto", f"n{index}={run.nodes[index].address}")]
+    environment = {"REFT_DAEMON": run.nodes[0].address}
+    done = CliRunner().invoke(main, ["recover", "job", "--yes", "--json", *onto], env=environment)
+    assert done.exit_code == 0, done.output
+    rebuilt = json.loads(done.stdout)["rebuilt"]
+    assert sorted(rank for each in rebuilt for rank in each["ranks"]) == [1, 4]
+    assert min(each["step"] for each in rebuilt) >= whole
+    assert_went_on(run.finish(run.start()), [whole], plain(FSDP2_SIX), FSDP2_SIX.steps)
 
 
 def exposures(node: DaemonProcess) -> list[tuple[str, list[int], int]]:

@@ -55,9 +55,11 @@ class GuardedJob:
         live: the tensors of each rank to load into.
     """
 
-    def __init__(self, D: int, states: Sequence[Tensors] | None = None, absent: Collection[str] = ()) -> None:
+    def __init__(
+        self, D: int, states: Sequence[Tensors] | None = None, absent: Collection[str] = (), f: int = 1
+    ) -> None:
         self.D, self.states = D, states or [state(rank) for rank in range(D)]
-        self.placement = placed(self.states, range(D), "auto", 1, CHUNK, SLOTS)
+        self.placement = placed(self.states, range(D), "auto", f, CHUNK, SLOTS)
         self.absent = absent
         zeros = [{n: torch.zeros_like(t) if n in absent else t for n, t in each.items()} for each in self.states]
         self.slots = [make_slot(self.placement, rank, zeros[rank]) for rank in range(D)]
@@ -67,7 +69,10 @@ class GuardedJob:
         self.live = [blank(tensors) for tensors in self.states]
 
     def plan(self, lost: Collection[int]) -> RecoveryPlan:
-        """Returns the recovery plan after the loss of these ranks' nodes."""
+        """Returns the recovery plan after the loss of these ranks' nodes.
+
+        Parity of `self.parity` alone is left, and of lost nodes none.
+        """
         where = [f"node{old}" for old in range(self.D)]
         sources = {old: HeldSlot(where[old], old, f"slot-{old}", SlotState.SEALED, VERSION) for old in range(self.D)}
         parity = {

@@ -63,7 +63,10 @@ class Move:
         have[list(ranks)] = False
         sections = self.sections(ranks)
         lost = Counter(place[0] for rank in ranks if (place := self.placement.guard_lane_of(rank)))
-        is_guarded = all(place and lost[place[0]] == 1 for place in map(self.placement.guard_lane_of, sections))
+        lanes = self.placement.guard_lanes
+        is_guarded = all(
+            place and lost[place[0]] <= lanes[place[0]].f for place in map(self.placement.guard_lane_of, sections)
+        )
         return is_guarded and not undecodable(group_lanes(self.placement.lanes), have)
 
     def sections(self, lost: Collection[int]) -> list[int]:

@@ -23,6 +23,7 @@ from reft.core.layout.layout import Layout, pack
 from reft.errors import RestoreError
 from reft.wire.messages import table_to
 from reft.wire.slot_format import Geometry, SlotMap, chunk_digest
+from tests.support.two_level import expected_parity
 
 VERSION = Version(Epoch(1, bytes(range(16))), 7)
 Tensors = dict[str, torch.Tensor]
@@ -120,18 +121,16 @@ def make_parity(placement: Placement, rank: int, slots: Sequence[SlotMap]) -> Sl
     where = placement.guard_lane_of(rank)
     assert where is not None
     lane, holder = placement.guard_lanes[where[0]], where[1]
-    parity = np.zeros(lane.piece_bytes, np.uint8)
-    for source, member in enumerate(lane.members):
-        if source != holder:
-            part = placement.rank_placement(member)
-            section = slots[member].data[part.unreplicated_offset : part.data_bytes]
-            first = (holder - source - 1) % len(lane.members) * lane.piece_bytes
-            piece = section[first : first + lane.piece_bytes]
-            parity[: piece.nbytes] ^= piece
-    geometry = Geometry(1 << 12, lane.piece_bytes, placement.chunk_bytes)
+    parts = [placement.rank_placement(member) for member in lane.members]
+    sections = [
+        slots[member].data[part.unreplicated_offset : part.data_bytes].tobytes()
+        for member, part in zip(lane.members, parts, strict=True)
+    ]
+    parity = expected_parity(lane, sections, holder)
+    geometry = Geometry(1 << 12, len(parity), placement.chunk_bytes)
     slot = SlotMap.create(np.zeros(geometry.file_bytes, np.uint8), geometry, "job", rank)
-    slot.begin(VERSION, lane.digest, b"", lane.piece_bytes)
-    slot.data[:] = parity
+    slot.begin(VERSION, lane.digest, b"", len(parity))
+    slot.data[:] = np.frombuffer(parity, np.uint8)
     slot.landed()
     seal(slot)
     return slot

@@ -96,11 +96,15 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, grpc.RpcError) and error.code() in codes
 
 
+def living_ranks(job: JobRecord) -> list[int]:
+    """Returns the ranks whose trainers live on this node, ascending."""
+    return sorted(rank for rank, lease in job.leases.items() if lease.watch is not None)
+
+
 def refuse_living(job: JobRecord) -> None:
     """Raises AttachError while trainers of the job live."""
-    living_ranks = sorted(rank for rank, lease in job.leases.items() if lease.watch is not None)
-    if living_ranks:
+    if ranks := living_ranks(job):
         raise AttachError(
-            f"process {job.leases[living_ranks[0]].process.pid} trains rank {living_ranks[0]} of job {job.id}.",
+            f"process {job.leases[ranks[0]].process.pid} trains rank {ranks[0]} of job {job.id}.",
             "end the job's trainers first; or let the job attach again, which finds lost nodes without a rebuild",
         )

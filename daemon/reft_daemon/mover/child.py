@@ -22,6 +22,7 @@ from typing import Final
 
 import numpy as np
 
+from reft.core.coding.exchange import PieceSizes
 from reft.core.commit.version import Epoch, Version
 from reft.errors import ReftError
 from reft.wire.shm import map_file
@@ -123,8 +124,9 @@ class CommandServer:
     def _offer(self, message: ControlMessage, descriptors: Sequence[int]) -> None:
         job = message["job"]
         slots = [] if message["anew"] else self._offered.get(job, [])
-        for (rank, begin, size, nbytes), descriptor in zip(message["slots"], descriptors, strict=True):
-            slots.append(OfferedSlot(rank, (begin, size), map_file(descriptor, nbytes)[1]))
+        for (rank, begin, size, nbytes, pieces), descriptor in zip(message["slots"], descriptors, strict=True):
+            sizes = PieceSizes(*pieces) if pieces else None
+            slots.append(OfferedSlot(rank, (begin, size), map_file(descriptor, nbytes)[1], sizes))
         self._offered[job] = slots
         self._server.offer(job, slots)
 
@@ -209,8 +211,11 @@ class CommandServer:
         """Carries out a pull; `count[0]` says how many ranges were folded, also after an error."""
         source = MoverAddress(message["host"], message["port"], message["name"])
         ticket, version = bytes.fromhex(message["ticket"]), version_of(message["version"])
-        pull = RangePull(source, ticket, version, message["rank"], [tuple(each) for each in message["ranges"]])
-        parity = self._folds[message["fold"]].slot.data
+        ranges = [tuple(each) for each in message["ranges"]]
+        code = (tuple(message["code"]), message["column"], message["block"])
+        pull = RangePull(source, ticket, version, message["rank"], ranges, *code)
+        slot = self._folds[message["fold"]].slot
+        parity = slot.data[: slot.header.data_bytes]
         untold_bytes = 0
         if running.is_cancelled:
             raise BrokenConnection("the pull was cancelled.")

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from reft.config import child_environment
+from reft.core.coding.exchange import PieceSizes
 from reft.core.commit.version import Version
 from reft.errors import AttachError, ReftError
 from reft.wire.tls import Tls
@@ -82,11 +83,15 @@ class MoverSettings(NamedTuple):
 
 
 class SourceSlot(NamedTuple):
-    """A slot that the mover serves, and its unreplicated section."""
+    """A slot that the mover serves, its unreplicated section, and how this is cut.
+
+    `pieces` is None if the section has no coded pieces.
+    """
 
     slot: SlotFile
     begin: int
     nbytes: int
+    pieces: PieceSizes | None = None
 
 
 @dataclass
@@ -140,11 +145,13 @@ class Mover:
             MoverGone: the mover has ended.
         """
         running = await self._ensure()
-        key = tuple((each.slot.name, each.slot.descriptor, each.begin, each.nbytes) for each in slots)
+        key = tuple((each.slot.name, each.slot.descriptor, *each[1:]) for each in slots)
         if running.offers.get(job) != key:
             for first in range(0, len(slots) or 1, DESCRIPTORS_MAX):
                 batch = slots[first : first + DESCRIPTORS_MAX]
-                fields = [(each.slot.rank, each.begin, each.nbytes, each.slot.file_bytes) for each in batch]
+                fields = [
+                    (each.slot.rank, each.begin, each.nbytes, each.slot.file_bytes, each.pieces) for each in batch
+                ]
                 offer = {"do": "offer", "job": job, "anew": not first, "slots": fields}
                 await self._send(running, offer, [each.slot.descriptor for each in batch])
             running.offers[job] = key
@@ -360,7 +367,8 @@ class ParityWriter:
         message = {
             "do": "pull", "fold": self._fold, "host": pull.source.host, "port": pull.source.port,
             "name": pull.source.name, "ticket": pull.ticket.hex(), "version": fields_of(pull.version),
-            "rank": pull.rank, "ranges": pull.ranges,
+            "rank": pull.rank, "ranges": pull.ranges, "code": pull.code, "column": pull.column,
+            "block": pull.block_bytes,
         }  # fmt: skip
         answer = await self._mover._call(self._running, message, deadline_s)
         if "error" in answer:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from reft.core.coding.erasure import code_for
+from reft.core.coding.two_level import fold_piece
 from reft.core.commit.version import Version
 from reft.errors import ReftError
 from reft.wire.slot_format import Bytes
@@ -42,7 +44,11 @@ class RangePull:
         ticket: for this connection.
         version: of the source's slot.
         rank: the source.
-        ranges: offset in the source's section, offset in the parity, length; in this order.
+        ranges: offset in the source's section or behind it, offset in the piece, length; in this
+            order.
+        code: k and f of the code that makes parity of the pieces.
+        column: the source's data shard in this code.
+        block_bytes: size of a block of a piece; ignored with f = 1.
     """
 
     source: MoverAddress
@@ -50,6 +56,9 @@ class RangePull:
     version: Version
     rank: int
     ranges: Sequence[tuple[int, int, int]]
+    code: tuple[int, int] = (1, 1)
+    column: int = 0
+    block_bytes: int = 1
 
 
 class SourceRefused(ReftError):
@@ -99,7 +108,7 @@ def fold_ranges(connection: socket.socket, pull: RangePull, parity: Bytes) -> It
     Args:
         connection: admitted by the source.
         pull: the ranges.
-        parity: data of the parity slot.
+        parity: the f parities of the parity slot.
 
     Yields:
         The number of bytes of each range, once the range is folded.
@@ -110,7 +119,7 @@ def fold_ranges(connection: socket.socket, pull: RangePull, parity: Bytes) -> It
     """
     waiting: deque[tuple[int, int]] = deque()  # offset in the parity and length of requests under way
     buffer, head = np.empty(protocol.RANGE_MAX, np.uint8), bytearray(protocol.HEAD.size)
-    todo = iter(pull.ranges)
+    todo, code = iter(pull.ranges), code_for(*pull.code)
 
     def ask() -> None:
         for offset, target, length in todo:
@@ -131,8 +140,9 @@ def fold_ranges(connection: socket.socket, pull: RangePull, parity: Bytes) -> It
         ask()
         if protocol.frame_digest(frame.data) != digest:
             raise protocol.BrokenConnection(f"a frame of {length} bytes has a wrong digest.")
-        column = parity[target : target + length]
-        np.bitwise_xor(column, frame, out=column)
+        whole = -(-length // pull.block_bytes) * pull.block_bytes if code.w > 1 else length
+        buffer[length:whole] = 0  # behind the source's section
+        fold_piece(code, pull.column, buffer[:whole], parity, target, pull.block_bytes)
         yield length
 
 

@@ -14,6 +14,9 @@
                               folds the frame into the parity slot, once
                               REQUEST: next range ──────► …
 
+Coded pieces lie behind the section (core/coding/exchange.py): the source computes their bytes from
+its chunks, once these have their digests. The holder folds a frame into all its parities.
+
 All numbers are little-endian and of fixed size. A holder may send WINDOW requests ahead. Replies
 come in the order of the requests.
 
@@ -65,7 +68,7 @@ class RangeStatus(IntEnum):
     OK = 0
     GONE = 1  # no sealed slot of exactly this version
     DAMAGED = 2  # the bytes are not as they were sealed
-    OUTSIDE = 3  # the range is empty, too long, or not in the rank's section
+    OUTSIDE = 3  # the range is empty, too long, or not in the section or its coded pieces
 
 
 WORDS: Final = {
@@ -81,7 +84,8 @@ class RangeRequest(NamedTuple):
     Attributes:
         version: of the slot.
         rank: the source, whose slot has the bytes.
-        offset: begin in the section of the rank's unreplicated leaves.
+        offset: begin in the section of the rank's unreplicated leaves, or in the coded pieces
+            behind it.
         length: number of bytes.
     """
 

@@ -16,6 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
+from reft.core.coding.erasure import code_for
+from reft.core.coding.exchange import PieceSizes
+from reft.core.coding.two_level import encode_piece
 from reft.core.commit.slots import SlotState
 from reft.errors import FormatError
 from reft.wire.slot_format import Bytes, Header, chunk_digest, newest_header
@@ -40,11 +45,13 @@ class OfferedSlot:
         rank: whose slot it is.
         section: begin and size of the rank's unreplicated section in the slot's data.
         pages: all bytes of the slot.
+        pieces: how the section is cut, if there are coded pieces behind it.
     """
 
     rank: int
     section: tuple[int, int]
     pages: Bytes
+    pieces: PieceSizes | None = None
 
 
 def frame_of(slots: Sequence[OfferedSlot], request: RangeRequest) -> Frame:
@@ -69,23 +76,65 @@ def _verified_frame(slot: OfferedSlot, header: Header, request: RangeRequest) ->
     Raises:
         FormatError: the slot's header is damaged.
     """
-    (section, section_bytes), geometry = slot.section, header.geometry
-    begin, end = section + request.offset, section + request.offset + request.length
-    is_inside = request.offset + request.length <= section_bytes and end <= header.data_bytes
-    if not is_inside or not 0 < request.length <= protocol.RANGE_MAX:
+    (begin, nbytes), geometry = slot.section, header.geometry
+    extents = _extents(slot, request)
+    if extents is None or begin + nbytes > header.data_bytes:
         return _refusal(RangeStatus.OUTSIDE)
     data = slot.pages[geometry.data_offset : geometry.data_offset + header.data_bytes]
     digests = slot.pages[geometry.digests_offset :][: 8 * geometry.chunks].view("<u8")
     size = geometry.chunk_bytes
-    for chunk in range(begin // size, -(-end // size)):
+    chunks = {chunk for at, end in extents for chunk in range((begin + at) // size, -(-(begin + end) // size))}
+    for chunk in sorted(chunks):
         if chunk_digest(data[chunk * size : (chunk + 1) * size]) != int(digests[chunk]):
             is_same = newest_header(slot.pages).seq == header.seq
             return _refusal(RangeStatus.DAMAGED if is_same else RangeStatus.GONE)
-    frame = data[begin:end].data
+    section = data[begin : begin + nbytes]
+    is_plain = request.offset < nbytes
+    frame = section[request.offset :][: request.length].data if is_plain else _coded_frame(slot, section, request)
     digest = protocol.frame_digest(frame)
     if newest_header(slot.pages).seq != header.seq:
         return _refusal(RangeStatus.GONE)
     return RangeStatus.OK, frame, digest
+
+
+def _extents(slot: OfferedSlot, request: RangeRequest) -> list[tuple[int, int]] | None:
+    """Returns the parts of the section from which a frame is made; None: there is no such frame."""
+    (_, nbytes), pieces, end = slot.section, slot.pieces, request.offset + request.length
+    if not 0 < request.length <= protocol.RANGE_MAX:
+        return None
+    if end <= nbytes:
+        return [(request.offset, end)]
+    if pieces is None or request.offset < pieces.k * pieces.piece_bytes:
+        return None
+    piece, at = divmod(request.offset, pieces.piece_bytes)
+    last = at + _whole_blocks(request.length, pieces)
+    if piece >= pieces.k + pieces.coded or at % pieces.block_bytes or last > pieces.piece_bytes:
+        return None
+    begins = range(0, pieces.k * pieces.piece_bytes, pieces.piece_bytes)
+    return [(begin + at, min(begin + last, nbytes)) for begin in begins if begin + at < nbytes]
+
+
+def _whole_blocks(nbytes: int, pieces: PieceSizes) -> int:
+    return -(-nbytes // pieces.block_bytes) * pieces.block_bytes
+
+
+def _coded_frame(slot: OfferedSlot, section: Bytes, request: RangeRequest) -> memoryview:
+    """Computes a range of a coded piece from the same range of all plain pieces."""
+    pieces = slot.pieces
+    assert pieces is not None, "only with coded pieces a range lies behind the section"
+    piece, at = divmod(request.offset, pieces.piece_bytes)
+    size = _whole_blocks(request.length, pieces)
+    rows = []
+    for number in range(pieces.k):
+        row = section[number * pieces.piece_bytes + at :][:size]
+        if row.nbytes < size:  # zeros follow the section
+            held, row = row, np.zeros(size, np.uint8) if row.nbytes else np.broadcast_to(np.uint8(0), size)
+            if held.nbytes:
+                row[: held.nbytes] = held
+        rows.append(row)
+    coded = np.empty(size, np.uint8)
+    encode_piece(code_for(pieces.k, pieces.coded), piece - pieces.k, rows, coded, pieces.block_bytes)
+    return coded[: request.length].data
 
 
 class RangeServer:

@@ -38,7 +38,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import SlotFile
 from reft_daemon.arena.headers import header_of, sealed_versions
-from reft_daemon.jobs import leasing, parity, rounds
+from reft_daemon.jobs import leasing, parity, rounds, slot_reads
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
 from reft_daemon.mover.mover import Mover, MoverGone, ParityWriter, PullFailed, SourceSlot
@@ -155,8 +155,11 @@ class TurnService:
         """
         if job.id in self._held:
             raise AttachError(f"job {job.id} is being attached; its turns begin after the decision.")
+        pieces = {local.rank: local.lane.piece_sizes for local in parity.local_lanes(job) if local.lane.f > 1}
         slots = [
-            SourceSlot(slot, *job.sections[slot.rank]) for slot in job.slots.all.values() if slot.rank in job.sections
+            SourceSlot(slot, *job.sections[slot.rank], pieces.get(slot.rank))
+            for slot in job.slots.all.values()
+            if slot.rank in job.sections
         ]
         ticket, port = await self._mover.grant(job.id, slots)
         return pb.OpenBulkReply(port=port, ticket=ticket, address=self._bulk_host)
@@ -292,7 +295,10 @@ class TurnService:
             batch, reason = ranges[:RANGES_MAX], ""
             folded = len(batch)
             try:
-                pull = RangePull(*(await self._ticket(job, node)), turn.version, rank, batch)
+                pull = RangePull(
+                    *(await self._ticket(job, node)), turn.version, rank, batch,
+                    (lane.code.k, lane.f), lane.column_of(source, local.member), lane.block_bytes,
+                )  # fmt: skip
                 await writer.pull(pull, FRAME_S * (len(batch) + 2))
             except MoverGone:
                 raise
@@ -321,9 +327,13 @@ class TurnService:
     # What is protected
 
     def _check_protected(self, job: JobRecord) -> None:
-        """Notes the lanes whose parity, or own slot, of the protected step is gone here."""
+        """Notes the lanes whose parity, or own slot, of the protected step is gone here.
+
+        Only while ranks train here. Else no newer step comes to take its place, and what is left of
+        the step must stay: `reft-cli recover` makes one lost node's slots after the other.
+        """
         step = job.round.outcome.pins.protected if job.round is not None else -1
-        if step < 0:
+        if step < 0 or not slot_reads.living_ranks(job):
             return
         version = Version(job.epoch, step)
         if self._protected.get(job.id, (None, 0.0))[0] != version:

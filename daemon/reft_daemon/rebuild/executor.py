@@ -86,8 +86,13 @@ def _decode(stripe_slice: StripeSlice, rows: Bytes, slots: Mapping[int, SlotFile
     """Computes the made packets of a slice from its rows, in their slots."""
     width, packets = stripe_slice.width, rows.reshape(-1, stripe_slice.width)
     program = stripe_slice.program
-    outputs = [slots[owner].map.data[begin : begin + width] for owner, begin in stripe_slice.made_packets()]
+    places = [slots[owner].map.data[begin:end] for owner, begin, end in stripe_slice.made_packets()]
+    # Packets that end with zeros, which the slot does not have, are made beside it.
+    outputs = [place if place.nbytes == width else np.empty(width, np.uint8) for place in places]
     run_columns(program, [packets[stripe_slice.row(shard) + packet] for shard, packet in program.inputs], outputs)
+    for place, output in zip(places, outputs, strict=True):
+        if place.nbytes < width:
+            place[:] = output[: place.nbytes]
 
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:

@@ -32,7 +32,7 @@ from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
 from reft.core.recovery.plan import TransferPlan
 from reft.core.recovery.rebuild_plan import chunk_sources, costs, rebuild_plan
-from reft.core.recovery.stripes import parity_number, section_pieces, slot_name
+from reft.core.recovery.stripes import parity_number, section_stripes, slot_name
 from reft.errors import AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import capsule_format, messages
 from reft.wire.capsule_format import NameTable
@@ -155,12 +155,16 @@ class Rebuild:
         Raises:
             ValueError: a stripe can't be decoded from the slots at hand.
         """
-        have, lost = {each.rank for each in self.request.slots}, {each.rank for each in self.request.lost}
+        have, lost = self._have(placement), {each.rank for each in self.request.lost}
         needed = {number for cost in costs(placement, have, lost, self._sections) for number in cost.read}
-        given = have | {parity_number(placement, each.rank) for each in self.request.parity}
-        if absent := sorted(needed - given):
+        if absent := sorted(needed - have):
             raise ValueError(f"{slot_name(absent[0], len(placement.domains))} is not among the sources")
         return sorted(needed)
+
+    def _have(self, placement: Placement) -> set[int]:
+        """Returns the old ranks, and parity numbers, whose slots are at hand."""
+        parity = {parity_number(placement, each.rank) for each in self.request.parity}
+        return {each.rank for each in self.request.slots} | parity
 
     @property
     def _sections(self) -> list[int]:
@@ -253,7 +257,7 @@ class Rebuild:
         Raises:
             FormatError: data is wrong again.
         """
-        have, digests = {each.rank for each in self.request.slots}, {each.rank: each.record.digests for each in lost}
+        have, digests = self._have(placement), {each.rank: each.record.digests for each in lost}
         world = len(placement.domains)
         for is_last in (False, True):
             sections = [rank for rank in self._sections if rank in digests]
@@ -281,8 +285,9 @@ class Rebuild:
     ) -> None:
         """Carries out a plan; logs its progress after each PROGRESS_S."""
         blocks = (block for rank in plan.lost for block in plan.placement.rank_placement(rank).blocks)
-        pieces = (piece for rank in plan.sections for piece in section_pieces(plan.placement, rank))
-        total = sum(block.nbytes for block in blocks) + sum(piece.nbytes for piece in pieces)
+        stripes = section_stripes(plan.placement, plan.sections, plan.readers.reader_of)
+        total = sum(block.nbytes for block in blocks)
+        total += sum(made.nbytes for stripe in stripes for made in stripe.made)
         done, said = 0, time.monotonic()
         began, read_before = said, sources.read_bytes
         async with contextlib.aclosing(made_slices(plan, sources.read, slots)) as slices:
@@ -294,7 +299,7 @@ class Rebuild:
                 else:
                     nbytes = sources.read_bytes - read_before
                     await asyncio.sleep(pause_s(nbytes, now - began, self.bytes_per_s))
-                done += len(each.made) * each.lane.code.w * each.width
+                done += each.made_bytes
                 if now - said >= PROGRESS_S:
                     said = now
                     log.info("job=%s rebuilt %s of %s", job.id, format_bytes(done), format_bytes(total))

@@ -431,8 +431,8 @@ class TransferExecutor:
         assert memory.decoding is not None, "a slice is decoded before it is emitted"
         memory.decoding.result()
         packets = memory.made.reshape(-1, stripe_slice.width)
-        for (owner, offset), packet in zip(stripe_slice.made_packets(), packets, strict=True):
-            self.verifiers[owner].take(offset, packet)
+        for (owner, begin, end), packet in zip(stripe_slice.made_packets(), packets, strict=True):
+            self.verifiers[owner].take(begin, packet[: end - begin])
         pending.made = memory.made
         messages = self._distribute(pending, operation.parts, operation.messages, memory.made, 0)
         self._send(pending, operation.owner, messages)

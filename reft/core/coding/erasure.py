@@ -24,7 +24,7 @@ of the inputs. So packets may be coded slice by slice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -346,6 +346,33 @@ def _program(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...]
     for target, source in additions:
         recorder.add(targets[target], targets[source])
     return _without_unused(XorProgram(inputs, outputs, len(unknowns) - len(outputs), tuple(recorder.ops)))
+
+
+def join(parts: Iterable[tuple[XorProgram, Mapping[Packet, Packet]]], outputs: Sequence[Packet]) -> XorProgram:
+    """Returns one program that runs several programs, one after the other.
+
+    Packets that a part reads, and that no part before it has written, are inputs of the result.
+
+    Args:
+        parts: each with its packets → the packets of the result; each packet is written once.
+        outputs: the wanted packets, which some parts write.
+    """
+    inputs: dict[Packet, None] = {}
+    written: dict[Packet, None] = {}
+    steps: list[tuple[Packet, Packet, bool]] = []
+    for number, (program, names) in enumerate(parts):
+        read = [names[packet] for packet in program.inputs]
+        made = [names[packet] for packet in program.outputs]
+        made += [(-1 - number, i) for i in range(program.scratch)]  # no packet has a negative shard
+        inputs |= dict.fromkeys(packet for packet in read if packet not in written)
+        written |= dict.fromkeys(made)
+        registers = [*read, *made]
+        steps += [(registers[target], registers[source], is_copy) for target, source, is_copy in program.ops]
+    kept = dict.fromkeys(outputs)
+    scratch = [packet for packet in written if packet not in kept]
+    register = {packet: i for i, packet in enumerate([*inputs, *outputs, *scratch])}
+    ops = tuple(XorOp(register[target], register[source], is_copy) for target, source, is_copy in steps)
+    return _without_unused(XorProgram(tuple(inputs), tuple(outputs), len(scratch), ops))
 
 
 def _without_unused(program: XorProgram) -> XorProgram:

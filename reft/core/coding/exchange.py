@@ -2,7 +2,7 @@
 
     a lane: one rank of each failure domain             D = 4 members, one parity each (f = 1)
 
-      source i's section, cut into k = D - 1 pieces      │ piece 0 │ piece 1 │ piece 2 │
+      source i's section, cut into k = D - f pieces      │ piece 0 │ piece 1 │ piece 2 │
       piece r of source i goes to holder j = i + 1 + r (mod D)
 
       holder       0          1          2          3
@@ -16,6 +16,10 @@ A source's *section* is the unreplicated section of its slot (core/coding/placem
 section counts as followed by zeros, which are not sent. If member i is lost, each other holder j
 has z_j, and gives piece (j - i - 1) mod D of source i by the XOR with its own column.
 
+With f > 1 a source has f - 1 coded pieces behind its k plain ones, D - 1 in all, and a holder keeps
+f parities, end to end (core/coding/two_level.py). Offsets in a section go on behind it: piece r of
+a source begins at r times the size of a piece, whether it is plain or coded.
+
     ranks, largest section first ─► lane 0: the largest, of as many domains │ lane 1: the next │ …
 
 Ranks of like size share a lane, so a lane has little padding.
@@ -27,7 +31,8 @@ Invariants
   3. A turn sends (D - 1) / (D - f) of a source's section, and a holder keeps f / (D - f) of the
      longest section.
   4. Pieces are multiples of chunk_bytes, unless the section is too short for that. So a receiver
-     can ask for ranges that end at chunk borders.
+     can ask for ranges that end at chunk borders. With f > 1 a piece is a run of blocks of about a
+     chunk, and ranges end with a block.
   5. The same sizes and domains give the same lanes on every rank and daemon. The numbers that name
      the domains do not matter.
 """
@@ -39,15 +44,33 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from reft.core.coding.erasure import ErasureCode, code_for
-from reft.core.layout.layout import align
+from reft.core.coding.two_level import units
+from reft.core.layout.layout import ALIGNMENT, align
 
-GUARD_LOSSES = 1  # f: lost members of a lane that the exchange survives
 GUARD_WIDTH_MAX = 16  # members of a lane: a lost member is decoded from all the others
 PARITY_BUFFERS = 2  # of each holder: one for the protected version, one for the turn under way
 PIECE_UNIT = 4096  # bytes: pieces shorter than a chunk are multiples of this
+BLOCK_MAX = 256 << 10  # bytes of a block before its packets are aligned: decoding reads a block of all pieces
 RANGE_MAX = 4 << 20  # bytes that one request asks for
+
+
+class PieceSizes(NamedTuple):
+    """How a source's section is cut.
+
+    Attributes:
+        k: number of plain pieces.
+        coded: number of coded pieces behind them.
+        piece_bytes: size of a piece.
+        block_bytes: size of a block of a piece.
+    """
+
+    k: int
+    coded: int
+    piece_bytes: int
+    block_bytes: int
 
 
 @dataclass(frozen=True)
@@ -59,17 +82,54 @@ class GuardLane:
         sizes: bytes of each member's section.
         code: how a holder's column becomes parity: D - 1 data shards, f parity shards.
         piece_bytes: size of a piece.
+        blocks: number of blocks of a piece; each block is coded by itself.
     """
 
     members: tuple[int, ...]
     sizes: tuple[int, ...]
     code: ErasureCode
     piece_bytes: int
+    blocks: int = 1
 
     @property
     def D(self) -> int:
         """The number of members."""
         return len(self.members)
+
+    @property
+    def f(self) -> int:
+        """The number of lost members that the lane survives."""
+        return self.code.f
+
+    @property
+    def k(self) -> int:
+        """The number of pieces of a section; f - 1 coded pieces follow them."""
+        return self.D - self.f
+
+    @property
+    def inner(self) -> ErasureCode:
+        """How a section's pieces become coded pieces."""
+        return code_for(self.k, self.f - 1)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.piece_bytes // self.blocks
+
+    @property
+    def piece_sizes(self) -> PieceSizes:
+        return PieceSizes(self.k, self.f - 1, self.piece_bytes, self.block_bytes)
+
+    def gives_back(self, rank: int, slots: Collection[int], parity: Collection[int]) -> bool:
+        """Whether the lane gives back the section of a lost member.
+
+        Args:
+            rank: the lost member.
+            slots: ranks whose slot is at hand.
+            parity: ranks whose parity is at hand.
+        """
+        lost = sum(member not in slots for member in self.members)
+        holders = sum(member in parity for member in self.members if member != rank)
+        return lost <= self.f and holders >= self.k
 
     def is_without(self, ranks: Collection[int]) -> bool:
         """Whether none of these ranks is a member."""
@@ -87,29 +147,38 @@ class GuardLane:
 
     def sent_bytes(self, source: int) -> int:
         """Returns the bytes that a source sends in a turn: each of its pieces once."""
-        return self.sizes[source] * (self.D - 1) // (self.D - self.code.f)
+        ranges = (self.piece_range(source, piece) for piece in range(self.D - 1))
+        return sum(end - begin for begin, end in ranges)
 
     @cached_property
     def digest(self) -> bytes:
         """Names the lane, 16 bytes: parity of another digest is not parity of this lane."""
         code = self.code
-        facts = (self.members, self.sizes, self.D, code.kind, code.k, code.f, code.w, self.piece_bytes)
+        facts = (self.members, self.sizes, self.D, code.kind, code.k, code.f, code.w, self.piece_bytes, self.blocks)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
     def piece_of(self, source: int, holder: int) -> int:
-        """Returns the number of the piece of a source that a holder keeps.
+        """Returns the number of the piece of a source that a holder keeps; from k on it is coded.
 
         Source and holder are indices of `members`.
         """
         return (holder - source - 1) % self.D
 
     def piece_range(self, source: int, piece: int) -> tuple[int, int]:
-        """Returns begin and end of a piece in its source's section.
+        """Returns begin and end of a piece in its source's section, or behind it if it is coded.
 
-        The zeros behind the section are left out.
+        The zeros behind the section are left out. A block of a coded piece is left out if it is
+        zeros, and the end of its last block if the piece is the plain XOR of the others.
         """
         begin, size = piece * self.piece_bytes, self.sizes[source]
-        return min(begin, size), min(begin + self.piece_bytes, size)
+        if not self.k <= piece < self.D - 1:
+            return min(begin, size), min(begin + self.piece_bytes, size)
+        is_plain = piece == self.k or self.inner.w == 1
+        return begin, begin + min(size if is_plain else align(size, self.block_bytes), self.piece_bytes)
+
+    def column_of(self, source: int, holder: int) -> int:
+        """Returns the data shard of a source in the code of a holder."""
+        return (source - holder - 1) % self.D
 
     def sources_of(self, holder: int) -> list[int]:
         """Returns the other members, in the order in which a holder asks them.
@@ -123,7 +192,8 @@ class GuardLane:
         """Yields the ranges that a holder asks a source for: all bytes of its piece, in order.
 
         A range ends at a border of chunks or with the piece. Only where a chunk is longer than
-        RANGE_MAX, ranges also end inside a chunk.
+        RANGE_MAX, ranges also end inside a chunk. With f > 1 a range ends with a block or with the
+        bytes of the piece.
 
         Args:
             source: index of the source in `members`.
@@ -135,31 +205,52 @@ class GuardLane:
         """
         begin, end = self.piece_range(source, self.piece_of(source, holder))
         at = begin
+        size, origin = (chunk_bytes, 0) if self.f == 1 else (self.block_bytes, begin)
         while at < end:
-            border = (at + RANGE_MAX) // chunk_bytes * chunk_bytes
+            border = origin + (at - origin + RANGE_MAX) // size * size
             stop = min(border if border > at else at + RANGE_MAX, end)
             yield at, at - begin, stop - at
             at = stop
 
 
-def guard_lanes(sizes: Sequence[int], domains: Sequence[int], chunk_bytes: int) -> tuple[GuardLane, ...]:
+def requested_losses(D: int, tolerate: int | None) -> int:
+    """Returns how many lost domains state in D domains should survive, possible or not."""
+    if tolerate is not None:
+        return tolerate
+    return 0 if D == 1 else 1 if D < 6 else 2
+
+
+def guard_lanes(
+    sizes: Sequence[int], domains: Sequence[int], chunk_bytes: int, tolerate: int | None = 1
+) -> tuple[GuardLane, ...]:
     """Returns the lanes of the ranks that have unreplicated bytes, the largest sections first.
 
     Args:
         sizes: bytes of each rank's section.
         domains: failure domain of each rank.
         chunk_bytes: size of a chunk of the slots.
+        tolerate: lost domains to survive, at least 1. A lane of D members survives at most D - 1.
+            None: 1, or 2 in lanes of six members or more.
     """
     return tuple(
-        _lane(sorted(members), sizes, chunk_bytes) for members in _deal(sizes, domains) if len(members) > GUARD_LOSSES
+        _lane(sorted(members), sizes, chunk_bytes, min(requested_losses(len(members), tolerate), len(members) - 1))
+        for members in _deal(sizes, domains)
+        if len(members) > 1
     )
 
 
-def _lane(members: Sequence[int], sizes: Sequence[int], chunk_bytes: int) -> GuardLane:
-    sections = tuple(sizes[rank] for rank in members)
-    least = -(-max(sections) // (len(members) - GUARD_LOSSES))
-    piece_bytes = align(least, chunk_bytes if least > chunk_bytes else min(PIECE_UNIT, chunk_bytes))
-    return GuardLane(tuple(members), sections, code_for(len(members) - 1, GUARD_LOSSES), piece_bytes)
+def _lane(members: Sequence[int], sizes: Sequence[int], chunk_bytes: int, f: int) -> GuardLane:
+    D, sections = len(members), tuple(sizes[rank] for rank in members)
+    least = -(-max(sections) // (D - f))
+    if f == 1:
+        piece_bytes = align(least, chunk_bytes if least > chunk_bytes else min(PIECE_UNIT, chunk_bytes))
+        return GuardLane(tuple(members), sections, code_for(D - 1, f), piece_bytes)
+    unit = ALIGNMENT * units(D, f)
+    block = align(min(chunk_bytes, BLOCK_MAX), unit)
+    if least <= block:
+        block = align(align(least, min(PIECE_UNIT, chunk_bytes)), unit)
+    blocks = -(-least // block)
+    return GuardLane(tuple(members), sections, code_for(D - 1, f), blocks * block, blocks)
 
 
 def _deal(sizes: Sequence[int], domains: Sequence[int]) -> Iterator[list[int]]:

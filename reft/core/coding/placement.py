@@ -40,7 +40,7 @@ from typing import Literal, NamedTuple, get_args
 
 from reft.core.budget import SLOTS_EXCHANGE, format_bytes
 from reft.core.coding.erasure import ErasureCode, code_for
-from reft.core.coding.exchange import GUARD_LOSSES, GuardLane, guard_lanes
+from reft.core.coding.exchange import GuardLane, guard_lanes, requested_losses
 from reft.core.layout.cells import Cell, Division
 from reft.core.layout.layout import ALIGNMENT, Layout, align
 from reft.core.text import counted
@@ -222,7 +222,8 @@ class Placement:
         if self.scheme == "none" or self.tolerate == 0:
             return ()
         sizes = {digest: self.division.section_bytes[digest] for digest in dict.fromkeys(self.division.layout_of)}
-        return guard_lanes([sizes[digest] for digest in self.division.layout_of], self.domains, self.chunk_bytes)
+        section_bytes = [sizes[digest] for digest in self.division.layout_of]
+        return guard_lanes(section_bytes, self.domains, self.chunk_bytes, self.tolerate)
 
     def guard_lane_of(self, rank: int) -> tuple[int, int] | None:
         """Returns the guard lane of a rank, and the rank's place in this lane.
@@ -413,7 +414,7 @@ def _choose_code(D: int, nbytes: int, scheme: Scheme, tolerate: int | None) -> t
     The second value is the bytes of a packet.
     """
     width = min(D, WIDTH_MAX)
-    f = 0 if scheme == "none" else min(_requested_losses(D, tolerate), width - 1)
+    f = 0 if scheme == "none" else min(requested_losses(D, tolerate), width - 1)
     if f and scheme != "arc":
         code = code_for(width - f, f)
         packet_bytes = _packet_bytes(D, code, nbytes)
@@ -422,13 +423,6 @@ def _choose_code(D: int, nbytes: int, scheme: Scheme, tolerate: int | None) -> t
             return code, packet_bytes
     code = code_for(1, f)
     return code, _packet_bytes(D, code, nbytes)
-
-
-def _requested_losses(D: int, tolerate: int | None) -> int:
-    """Returns how many lost domains a cell in D domains should survive, possible or not."""
-    if tolerate is not None:
-        return tolerate
-    return 0 if D == 1 else 1 if D < 6 else 2
 
 
 def _packet_bytes(D: int, code: ErasureCode, nbytes: int) -> int:
@@ -545,23 +539,25 @@ def _exposures_of_unreplicated(placement: Placement) -> Iterator[Exposure]:
     """Yields the unreplicated leaves that do not survive as many lost domains as requested."""
     unreplicated = {digest: nbytes for digest, nbytes in placement.division.unreplicated_bytes.items() if nbytes}
     lacks_slots = placement.needs_exchange and 0 < placement.slots < SLOTS_EXCHANGE
-    ranks: dict[tuple[Reason, int], list[int]] = {}
+    ranks: dict[tuple[Reason, int, int], list[int]] = {}
     for rank, digest in enumerate(placement.division.layout_of):
         if digest not in unreplicated:
             continue
         where = placement.guard_lane_of(rank)
         if where is None:
-            ranks.setdefault(("slots" if lacks_slots else "kept", 0), []).append(rank)
-        elif (requested := _requested_losses(placement.guard_lanes[where[0]].D, placement.tolerate)) > GUARD_LOSSES:
-            ranks.setdefault(("exchange", requested), []).append(rank)
-    for (reason, requested), owners in sorted(ranks.items()):
+            ranks.setdefault(("slots" if lacks_slots else "kept", 0, 0), []).append(rank)
+            continue
+        lane = placement.guard_lanes[where[0]]
+        if (requested := requested_losses(lane.D, placement.tolerate)) > lane.f:
+            ranks.setdefault(("exchange", lane.f, requested), []).append(rank)
+    for (reason, f, requested), owners in sorted(ranks.items()):
         total = sum(unreplicated[placement.division.layout_of[rank]] for rank in owners)
-        yield Exposure(_sentence(reason, GUARD_LOSSES, requested, total), tuple(owners), total, reason)
+        yield Exposure(_sentence(reason, f, requested, total), tuple(owners), total, reason)
 
 
 def _weakness(lane: Lane, placement: Placement) -> tuple[Reason, int, int] | None:
     """Returns (reason, survived losses, requested losses) of a lane; None if protected."""
-    f, requested = lane.code.f, _requested_losses(lane.D, placement.tolerate)
+    f, requested = lane.code.f, requested_losses(lane.D, placement.tolerate)
     if placement.scheme == "none" or placement.tolerate == 0:
         return "settings", 0, 0
     if lane.D == 1:

@@ -7,7 +7,8 @@
     capsule of q         | inline leaf | inline leaf |      the same, of leaves laid end to end
     lost slot of q       its keeper collects columns of k shards of a stripe, decodes them, and
                          compares them with the digests of q; then it is the reader of q
-    lost section of q    its unreplicated leaves: the same, from the stripes of q's guard lane
+    lost section of q    its unreplicated leaves: the same, from the stripes of q's guard lane; with
+                         f > 1 all lost sections of a lane and a keeper at once, block by block
 
         holder j of the lane     | piece of each member but j, from their sections | parity of j |
         is stripe j                the shorter ones are followed by zeros, which nobody reads
@@ -50,10 +51,10 @@ from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceT
 from reft.core.recovery.stripes import (
     NO_CELL,
     MadeShard,
-    SectionPiece,
     ShardSource,
     StripeSlice,
-    section_pieces,
+    section_sources,
+    section_stripes,
     slot_name,
 )
 
@@ -66,7 +67,8 @@ class TransferSizes:
 
     Attributes:
         piece: bytes read, packed and sent at a time.
-        band: bytes of all registers of one decoded slice.
+        band: bytes of all registers of one decoded slice; a slice of a guard lane with f > 1 is one
+            block of each piece, and may be larger.
         window: bytes of messages under way.
         ahead: bytes read and verified in advance; small enough to stay in the cache until sent.
     """
@@ -311,10 +313,6 @@ def _by_source(needs: Iterable[PieceTransfer]) -> _Needs:
     }
 
 
-def _offset(piece: SectionPiece) -> tuple[int, int]:
-    return piece.made.offset, piece.made.owner
-
-
 # The plan
 
 
@@ -387,14 +385,13 @@ class TransferPlan:
 
         Old ranks, also of lost slots, and parity numbers.
         """
-        pieces = (piece for old in self.sections for piece in section_pieces(self.placement, old))
-        return sorted({*self.owners, *(each.owner for piece in pieces for each in piece.inputs.values())})
+        return sorted({*self.owners, *section_sources(self.placement, self.sections, self.readers.reader_of)})
 
     def _refuse_lost_bytes(self) -> None:
         """Raises ValueError if needed bytes are in no slot at hand, and can't be decoded."""
+        at_hand = self.readers.reader_of
         for old in self.sections:
-            pieces = section_pieces(self.placement, old)
-            absent = {each.owner for piece in pieces for each in piece.inputs.values()} - self.readers.reader_of.keys()
+            absent = section_sources(self.placement, [old], at_hand) - at_hand.keys()
             if absent:
                 name = slot_name(min(absent), len(self.placement.domains))
                 raise ValueError(
@@ -606,7 +603,7 @@ class TransferPlan:
         for old in sorted(old for old in self.lost if self.readers.keeper_of[old] == keeper):
             part = self.placement.rank_placement(old)
             for block in part.blocks if self.makes_parity else part.blocks[: part.data_blocks]:
-                made = MadeShard(block.shard, old, block.offset)
+                made = MadeShard(block.shard, old, block.offset, block.nbytes)
                 stripes.setdefault((block.lane, block.stripe), []).append(made)
         ready = sorted((self._ready(*stripe), *stripe) for stripe in stripes)
         for window, number, stripe in ready:
@@ -624,16 +621,16 @@ class TransferPlan:
     def _section_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
         """Yields the slices of the lost sections that a keeper decodes, each with its window.
 
-        They end at chunk borders if a chunk fits, so that their sources read each chunk once.
+        They end at chunk borders, so that their sources read each chunk once; with f > 1 they are
+        blocks.
         """
         olds = [old for old in self.sections if self.readers.keeper_of[old] == keeper]
-        for piece in sorted((piece for old in olds for piece in section_pieces(self.placement, old)), key=_offset):
-            width = min(self.sizes.band // piece.lane.D, self.sizes.piece)
+        for stripe in section_stripes(self.placement, olds, self.readers.reader_of):
+            width = min(self.sizes.band // (len(stripe.inputs) + len(stripe.made)), self.sizes.piece)
             unit = self.placement.chunk_bytes if width >= self.placement.chunk_bytes else ALIGNMENT
             width = max(width // unit * unit, ALIGNMENT)
-            for begin in range(0, piece.nbytes, width):
-                end = min(begin + width, piece.nbytes)
-                yield (piece.made.offset + begin) // self._window_bytes, piece.columns(begin, end, keeper)
+            for each in stripe.slices(width, keeper):
+                yield (stripe.place[0] + each.begin) // self._window_bytes, each
 
     def _ready(self, number: int, stripe: int) -> int:
         """Returns the window after which all surviving data of a stripe have come.
@@ -661,13 +658,13 @@ class TransferPlan:
             if shard in stripe_slice.live or rank not in (keeper, reader) or (is_near and rank != keeper):
                 continue
             new, packets, step = stripe_slice.row(shard) * width, lane.code.w, lane.packet_bytes
-            columns = min(stripe_slice.end, size - (packets - 1) * step) - stripe_slice.begin
+            if width == step:  # whole packets form one run
+                columns, packets = size, 1
+            else:
+                columns = min(stripe_slice.end, size - (packets - 1) * step) - stripe_slice.begin
             if columns <= 0:
                 continue  # zeros
-            if width == step == columns:  # whole packets form one run
-                copy = RegionCopy(0, new, size)
-            else:
-                copy = RegionCopy(stripe_slice.begin, new, columns, (packets,), (step,), (width,))
+            copy = RegionCopy(stripe_slice.begin, new, columns, (packets,), (step,), (width,))
             location = PieceLocation(PieceSource.SLOT, old, offset)
             need = PieceTransfer("", size, location, copy, (keeper,))
             begin, end = copy.old, (packets - 1) * step + stripe_slice.begin + columns
@@ -707,8 +704,7 @@ class TransferPlan:
         pieces = needs.get(source)
         for packet in range(stripe_slice.lane.code.w if pieces else 0):
             row = (index * stripe_slice.lane.code.w + packet) * stripe_slice.width
-            begin, end = made.offset + stripe_slice.begin, made.offset + stripe_slice.end
-            span = (begin, end) if is_section else stripe_slice.cell_range(made.shard, packet)
+            span = stripe_slice.slot_range(made, packet) if is_section else stripe_slice.cell_range(made.shard, packet)
             for extent in pieces.extents(*span, row) if pieces else ():
                 yield from self._parts(made.owner, extent, extent.begin, extent.end)
 

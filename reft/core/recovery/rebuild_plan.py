@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from reft.core.coding.placement import Placement
 from reft.core.recovery.gather import stripe_reads
 from reft.core.recovery.plan import DecodeOperation, ReadOperation, SlotReaders, TransferPlan, TransferSizes
-from reft.core.recovery.stripes import section_pieces
+from reft.core.recovery.stripes import section_sources, section_stripes
 
 DAEMON = 0  # the only reader of the plan
 # At most four bands are in memory. Wider runs make fewer calls; wider than this is not faster.
@@ -54,14 +54,16 @@ def rebuild_plan(
 
     Args:
         placement: of the epoch that wrote the version.
-        have: ranks whose slot is at hand.
+        have: old ranks, and parity numbers, whose slots are at hand.
         lost: ranks whose slots are made; none of them in `have`.
         sizes: of reads and slices.
-        sections: those of `lost` whose unreplicated leaves are made, too. The parity slots of their
-            guard lanes are at hand.
+        sections: those of `lost` whose unreplicated leaves are made, too. In guard lanes with f = 1
+            the parity slots that they need count as at hand.
+
+    Raises:
+        ValueError: a section can't be decoded from these slots.
     """
-    pieces = (piece for old in sections for piece in section_pieces(placement, old))
-    slots = {*have, *(each.owner for piece in pieces for each in piece.inputs.values())}
+    slots = {*have, *section_sources(placement, sections, have)}
     readers = SlotReaders(dict.fromkeys(slots, DAEMON), dict.fromkeys(lost, DAEMON), dict.fromkeys(slots, ""), [""])
     return TransferPlan((), placement, readers, lost, makes_parity=True, sizes=sizes, sections=sections)
 
@@ -73,7 +75,7 @@ def costs(
 
     Args:
         placement: of the epoch that wrote the version.
-        have: ranks whose slot is at hand.
+        have: old ranks, and parity numbers, whose slots are at hand.
         lost: ranks whose slots are rebuilt; none of them in `have`.
         sections: as of `rebuild_plan`.
 
@@ -84,18 +86,19 @@ def costs(
     for operation in rebuild_plan(placement, have, lost, WHOLE_SHARDS, sections).operations(DAEMON):
         if not isinstance(operation, (ReadOperation, DecodeOperation)) or operation.slice is None:
             continue
-        lane, width = operation.slice.lane, operation.slice.lane.code.w * operation.slice.width
+        lane = operation.slice.lane
         cost = by_cell.setdefault(lane.cell, RebuildCost(lane.cell))
         if isinstance(operation, ReadOperation):
             cost.read[operation.owner] = cost.read.get(operation.owner, 0) + operation.nbytes
             continue
-        data = sum(made.shard < lane.code.k for made in operation.slice.made) * width
-        computed = len(operation.slice.made) * width
-        if lane.code.k == 1:
-            cost.copied += computed
-        else:
-            cost.decoded += data
-            cost.parity += computed - data
+        for made in operation.slice.made:
+            computed = sum(end - begin for begin, end in operation.slice.made_ranges(made))
+            if lane.code.k == 1:
+                cost.copied += computed
+            elif made.shard < lane.code.k:
+                cost.decoded += computed
+            else:
+                cost.parity += computed
     return [by_cell[cell] for cell in sorted(by_cell)]
 
 
@@ -117,7 +120,8 @@ def chunk_sources(plan: TransferPlan, owner: int, chunk: int) -> tuple[list[int]
             shards = stripe_reads(placement, block.lane, plan.readers.reader_of)[block.stripe]
             lanes.add(block.lane)
             ranks |= {lane.members[lane.member_of(block.stripe, shard)] for shard in shards}
-    for piece in section_pieces(placement, owner) if owner in plan.sections else ():
-        if piece.made.offset < end and begin < piece.made.offset + piece.nbytes:
-            ranks |= {each.owner for each in piece.inputs.values()}
+    have = plan.readers.reader_of
+    for stripe in section_stripes(placement, [owner], have) if owner in plan.sections else ():
+        if any(made.offset < end and begin < made.offset + made.nbytes for made in stripe.made):
+            ranks |= {each.owner for each in stripe.inputs.values()}
     return sorted(lanes), sorted(ranks)

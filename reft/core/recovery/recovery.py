@@ -13,9 +13,9 @@ Invariants
   1. The same inputs give the same plan on every rank. The order of the inputs does not matter.
   2. A version can be restored only under two conditions. Every lane can be decoded from slots that
      are sealed at exactly that (epoch, step). Every rank has such a slot, or a capsule of exactly
-     that version. If the lost slot had unreplicated leaves, all other members of its guard lane
-     have a slot and parity of exactly that version. The newest version that can be restored is the
-     base.
+     that version. If the lost slot had unreplicated leaves, at most f members of its guard lane
+     lack a slot of exactly that version, and D - f other members have such parity. The newest
+     version that can be restored is the base.
   3. A slot that is torn, stale, damaged or of a foreign history is an erasure. It counts as if its
      node were lost.
   4. Only some versions count: those of the epoch of the decision in force, its base, and the
@@ -28,7 +28,8 @@ Invariants
   6. The plan never uses what the round announced.
   7. One more slot, capsule or parity slot never gives an older base.
   8. The guard is the newest version, not newer than the base, that the loss of any node leaves
-     restorable. It may be older than the base: parity is made after the step.
+     restorable. All its parity is there, so any f nodes may be lost. It may be older than the base:
+     parity is made after the step.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from reft.core.commit.decision import Decision, counts
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.gather import LaneGroup, group_lanes, undecodable
-from reft.core.text import more
+from reft.core.text import counted, more
 
 Slot = TypeVar("Slot", bound="HeldSlot")
 
@@ -169,6 +170,10 @@ class RecoveryPlan:
             return self.parity[number - world]
         return self.sources.get(number) or self.capsules[number]
 
+    def numbers(self, world: int) -> set[int]:
+        """Returns the old ranks, and parity numbers, whose slots are at hand."""
+        return {*self.sources, *(world + rank for rank in self.parity)}
+
     @property
     def sections(self) -> tuple[int, ...]:
         """The lost ranks whose unreplicated leaves are decoded from guard lanes, ascending."""
@@ -232,10 +237,11 @@ def plan(
 
 
 def lane_partners(placement: Placement, rank: int, unreplicated_bytes: int) -> tuple[int, ...]:
-    """Returns the ranks whose slots and parity give back a lost rank's unreplicated leaves.
+    """Returns the ranks whose slots and parity can give back a lost rank's unreplicated leaves.
 
-    Empty if nothing can: the rank is in no guard lane, or its slot held leaves that the manifest
-    did not foresee. Such leaves lie outside the section that the lane guards.
+    `GuardLane.gives_back` tells how many of them are needed. Empty if nothing can: the rank is in
+    no guard lane, or its slot held leaves that the manifest did not foresee. Such leaves lie
+    outside the section that the lane guards.
 
     Args:
         placement: of the version's epoch.
@@ -263,14 +269,16 @@ def _gives_back(copy: HeldCapsule, slots: Collection[int], parity: Collection[in
     """Whether a lost rank's capsule, with its guard lane if needed, replaces its slot."""
     if not copy.unreplicated_bytes:
         return True
-    partners = lane_partners(placement, copy.rank, copy.unreplicated_bytes)
-    return bool(partners) and all(rank in slots and rank in parity for rank in partners)
+    where = placement.guard_lane_of(copy.rank)
+    if where is None or not lane_partners(placement, copy.rank, copy.unreplicated_bytes):
+        return False
+    return placement.guard_lanes[where[0]].gives_back(copy.rank, slots, parity)
 
 
 def _parity_of(sections: Iterable[int], evidence: _Evidence, placement: Placement) -> dict[int, HeldParity]:
     parity = evidence.parity(placement)
-    needed = {rank for lost in sections for rank in lane_partners(placement, lost, 0)}
-    return {rank: parity[rank] for rank in sorted(needed)}
+    useful = {rank for lost in sections for rank in lane_partners(placement, lost, 0)}
+    return {rank: parity[rank] for rank in sorted(useful.intersection(parity))}
 
 
 def _is_guarded(evidence: _Evidence, placement: Placement) -> bool:
@@ -450,11 +458,12 @@ def _describe_unreplicated(shortfall: Shortfall, placement: Placement) -> list[s
     ranks_of: dict[str, list[int]] = {}
     for rank in shortfall.unreplicated:
         where = placement.guard_lane_of(rank)
-        members = placement.guard_lanes[where[0]].members if where else ()
-        if not members:
+        lane = placement.guard_lanes[where[0]] if where else None
+        lost = sum(member in shortfall.ranks for member in lane.members) if lane else 0
+        if lane is None:
             why = ""
-        elif sum(member in shortfall.ranks for member in members) > 1:
-            why = ", and their guard lane gives back one lost rank, and lost several"
+        elif lost > lane.f:
+            why = f", and their guard lane gives back {counted(lane.f, 'lost rank')} at most, and lost {lost}"
         else:
             why = ", and their guard lane has no complete parity of this step"
         ranks_of.setdefault(why, []).append(rank)

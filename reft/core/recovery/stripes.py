@@ -7,7 +7,11 @@
       stripe 1    piece 2 of 2   piece 1 of 3   piece 0 of 0   parity of 1    pieces of which the
       stripe 3    piece 2 of 0   piece 1 of 1   piece 0 of 2   parity of 3    holder keeps parity
 
-    slice               | columns begin..end of all packets of a stripe |
+        a guard lane with f > 1     one stripe for each block of its pieces (coding/two_level.py):
+
+      stripe b    block b of all pieces and all parity at hand ─► block b of all lost pieces
+
+slice               | columns begin..end of all packets of a stripe |
 
 Invariants
   1. A shard that is shorter than the others of its stripe is followed by zeros, which nobody reads.
@@ -16,13 +20,16 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from heapq import merge
+from operator import attrgetter
 from typing import NamedTuple
 
-from reft.core.coding.erasure import XorProgram, make_program
+from reft.core.coding.erasure import ErasureCode, XorProgram, make_program
 from reft.core.coding.exchange import GuardLane
 from reft.core.coding.placement import Lane, Placement
+from reft.core.coding.two_level import parity_shard, piece_shard, section_program, units
 
 NO_CELL = -1  # the cell of a guard lane's stripes
 
@@ -54,11 +61,15 @@ class ShardSource(NamedTuple):
 
 
 class MadeShard(NamedTuple):
-    """A shard to make again, at an offset of its owner's slot."""
+    """A shard to make again, at an offset of its owner's slot.
+
+    Zeros behind `nbytes` are not kept.
+    """
 
     shard: int
     owner: int
     offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +87,7 @@ class StripeSlice:
         made: the shards to make, ascending.
         live: those of `shards` whose bytes are in the keeper's live memory.
         keeper: new rank.
+        section_program: makes the shards, if their lane's code does not.
     """
 
     lane: Lane
@@ -88,6 +100,7 @@ class StripeSlice:
     made: tuple[MadeShard, ...]
     live: tuple[int, ...]
     keeper: int
+    section_program: XorProgram | None = None
 
     @property
     def width(self) -> int:
@@ -97,7 +110,7 @@ class StripeSlice:
     @property
     def program(self) -> XorProgram:
         """Makes the shards; its outputs are the packets of `made_packets`."""
-        return make_program(self.lane.code, self.shards, [made.shard for made in self.made])
+        return self.section_program or make_program(self.lane.code, self.shards, [made.shard for made in self.made])
 
     @property
     def registers(self) -> int:
@@ -108,17 +121,31 @@ class StripeSlice:
     def zeros(self) -> Iterator[tuple[int, int]]:
         """Yields begin and end of bytes in the read packets that no slot has.
 
-        Only shards of one packet can be shorter than the others.
+        Only shards of one packet, or of a slice of whole packets, can be shorter than the others.
         """
+        nbytes = self.lane.code.w * self.width
         for row, each in enumerate(self.inputs):
-            if (begin := max(each.nbytes, self.begin)) < self.end and self.lane.code.w == 1:
-                yield row * self.width + begin - self.begin, (row + 1) * self.width
+            if (held := max(each.nbytes - self.begin, 0)) < nbytes:
+                yield row * nbytes + held, (row + 1) * nbytes
 
-    def made_packets(self) -> Iterator[tuple[int, int]]:
-        """Yields each made packet's owner, and where its columns begin in that slot."""
+    def made_packets(self) -> Iterator[tuple[int, int, int]]:
+        """Yields each made packet's owner, and begin and end of its columns in that slot."""
         for made in self.made:
-            for packet in range(self.lane.code.w):
-                yield made.owner, made.offset + packet * self.lane.packet_bytes + self.begin
+            yield from ((made.owner, *each) for each in self.made_ranges(made))
+
+    def made_ranges(self, made: MadeShard) -> list[tuple[int, int]]:
+        """Returns the byte ranges of a made shard's packets in its slot."""
+        return [self.slot_range(made, packet) for packet in range(self.lane.code.w)]
+
+    def slot_range(self, made: MadeShard, packet: int) -> tuple[int, int]:
+        """Returns the byte range of a made packet's columns in its slot, without zeros behind."""
+        begin, limit = packet * self.lane.packet_bytes + self.begin, made.nbytes
+        return made.offset + min(begin, limit), made.offset + min(begin + self.width, limit)
+
+    @property
+    def made_bytes(self) -> int:
+        """The bytes that are made, without zeros behind them."""
+        return sum(end - begin for _, begin, end in self.made_packets())
 
     def cell_range(self, shard: int, packet: int) -> tuple[int, int]:
         """Returns the byte range of a packet's columns in the cell, without padding."""
@@ -134,46 +161,88 @@ class StripeSlice:
 
 
 @dataclass(frozen=True)
-class SectionPiece:
-    """A piece of a lost unreplicated section, and the stripe that gives it back.
+class SectionStripe:
+    """A stripe of a guard lane that gives back bytes of lost unreplicated sections.
 
     Attributes:
         lane: the guard lane, in the form of a cell's lane.
         number: index of the guard lane in the placement.
-        holder: index in the lane of the member that keeps parity of the piece: the stripe.
+        stripe: the member that keeps the parity; or, with f > 1, the block of all pieces.
         inputs: the stripe's shards at hand, ascending → where they lie.
-        made: the piece, as the lost shard.
-        nbytes: size of the piece, without the zeros behind it.
+        made: the lost shards, ascending.
+        nbytes: the columns to make.
+        program: makes the lost shards, if the lane's code does not. Then a slice is a whole stripe.
     """
 
     lane: Lane
     number: int
-    holder: int
+    stripe: int
     inputs: dict[int, ShardSource]
-    made: MadeShard
+    made: tuple[MadeShard, ...]
     nbytes: int
+    program: XorProgram | None = None
 
-    def columns(self, begin: int, end: int, keeper: int) -> StripeSlice:
-        """Returns the slice of these columns, which the keeper makes."""
-        inputs = tuple(self.inputs.values())
-        return StripeSlice(
-            self.lane, self.number, self.holder, tuple(self.inputs), inputs, begin, end, (self.made,), (), keeper
-        )
+    @property
+    def place(self) -> tuple[int, int]:
+        """Offset and owner of the first lost shard; stripes are made in this order."""
+        return self.made[0].offset, self.made[0].owner
+
+    def slices(self, width: int, keeper: int) -> Iterator[StripeSlice]:
+        """Yields slices of at most so many columns, which the keeper makes."""
+        inputs, step = tuple(self.inputs.values()), width if self.program is None else self.nbytes
+        for begin in range(0, self.nbytes, step):
+            yield StripeSlice(
+                self.lane, self.number, self.stripe, tuple(self.inputs), inputs, begin,
+                min(begin + step, self.nbytes), self.made, (), keeper, self.program,
+            )  # fmt: skip
 
 
-def section_pieces(placement: Placement, old: int) -> list[SectionPiece]:
-    """Returns the pieces of a lost rank's unreplicated section that are not empty.
+def section_stripes(placement: Placement, olds: Collection[int], have: Collection[int]) -> Iterator[SectionStripe]:
+    """Yields the stripes that give back lost ranks' unreplicated sections, in order of `place`.
+
+    Args:
+        placement: under which the slots were written.
+        olds: the lost ranks.
+        have: old ranks and parity numbers whose slots are at hand.
 
     Raises:
-        ValueError: the rank is in no guard lane.
+        ValueError: a rank is in no guard lane, or its lane lost too much.
     """
-    where = placement.guard_lane_of(old)
-    if where is None:
-        raise ValueError(f"the unreplicated leaves of old rank {old} are in no guard lane.")
-    number, member = where
+    members_of: dict[int, list[int]] = {}
+    for old in sorted(olds):
+        where = placement.guard_lane_of(old)
+        if where is None:
+            raise ValueError(f"the unreplicated leaves of old rank {old} are in no guard lane.")
+        members_of.setdefault(where[0], []).append(where[1])
+    streams: list[Iterator[SectionStripe]] = []
+    for number, members in members_of.items():
+        if placement.guard_lanes[number].f > 1:
+            streams.append(_blocks(placement, number, members, have))
+        else:
+            pieces = (piece for member in members for piece in _pieces(placement, number, member))
+            streams.append(iter(sorted(pieces, key=attrgetter("place"))))
+    return merge(*streams, key=attrgetter("place"))
+
+
+def section_sources(placement: Placement, olds: Collection[int], have: Collection[int]) -> set[int]:
+    """Returns the old ranks and parity numbers that `section_stripes` reads."""
+    owners, lanes = set[int](), set[int]()
+    for stripe in section_stripes(placement, olds, have):
+        if stripe.program is None or stripe.number not in lanes:  # all blocks of a lane have the same sources
+            owners.update(each.owner for each in stripe.inputs.values())
+            lanes.add(stripe.number)
+    return owners
+
+
+def _section_offsets(placement: Placement, guard: GuardLane) -> list[int]:
+    return [placement.rank_placement(rank).unreplicated_offset for rank in guard.members]
+
+
+def _pieces(placement: Placement, number: int, member: int) -> Iterator[SectionStripe]:
+    """Yields the stripes of a lost member's pieces that are not empty, of a lane with f = 1."""
     guard = placement.guard_lanes[number]
-    sections = [placement.rank_placement(rank).unreplicated_offset for rank in guard.members]
-    pieces = []
+    sections, old = _section_offsets(placement, guard), guard.members[member]
+    form = guard.D * guard.k * guard.piece_bytes, guard.members, guard.code, guard.piece_bytes
     for holder in range(guard.D):
         begin, end = guard.piece_range(member, guard.piece_of(member, holder))
         if holder != member and begin < end:
@@ -183,12 +252,9 @@ def section_pieces(placement: Placement, old: int) -> list[SectionPiece]:
                 for shard, source in enumerate(sources)
                 if source != member
             }
-            parity = ShardSource(parity_number(placement, guard.members[holder]), 0, guard.piece_bytes)
-            made = MadeShard(sources.index(member), old, sections[member] + begin)
-            pieces.append(
-                SectionPiece(_lane(guard), number, holder, inputs | {guard.code.k: parity}, made, end - begin)
-            )
-    return pieces
+            inputs[guard.code.k] = ShardSource(parity_number(placement, guard.members[holder]), 0, guard.piece_bytes)
+            made = MadeShard(sources.index(member), old, sections[member] + begin, end - begin)
+            yield SectionStripe(Lane(NO_CELL, 0, *form), number, holder, inputs, (made,), end - begin)
 
 
 def _input(guard: GuardLane, source: int, holder: int, section: int) -> ShardSource:
@@ -197,5 +263,40 @@ def _input(guard: GuardLane, source: int, holder: int, section: int) -> ShardSou
     return ShardSource(guard.members[source], section + begin, end - begin)
 
 
-def _lane(guard: GuardLane) -> Lane:
-    return Lane(NO_CELL, 0, guard.D * guard.code.k * guard.piece_bytes, guard.members, guard.code, guard.piece_bytes)
+def _blocks(
+    placement: Placement, number: int, members: Collection[int], have: Collection[int]
+) -> Iterator[SectionStripe]:
+    """Yields a stripe for each block of the lost members' pieces, of a lane with f > 1."""
+    guard = placement.guard_lanes[number]
+    D, f, w, size = guard.D, guard.f, units(guard.D, guard.f), guard.block_bytes
+    sections = _section_offsets(placement, guard)
+    lost = tuple(member for member, rank in enumerate(guard.members) if rank not in have)
+    holders = tuple(member for member, rank in enumerate(guard.members) if parity_number(placement, rank) in have)
+    made = [(m, piece) for m in members for piece in range(guard.k) if piece * guard.piece_bytes < guard.sizes[m]]
+    if not made:
+        return
+    program = section_program(D, f, lost, holders, tuple(made))
+    read = {shard for shard, _ in program.inputs}
+    code = ErasureCode("two-level", D * (D - 1), D * f, w, (), ())  # only its counts: the program codes
+    lane = Lane(NO_CELL, 0, D * guard.k * guard.piece_bytes, guard.members, code, size // w)
+
+    def extent(member: int, piece: int, block: int) -> tuple[int, int]:
+        at = piece * guard.piece_bytes + block * size
+        return sections[member] + at, min(max(guard.sizes[member] - at, 0), size)
+
+    for block in range(guard.blocks):
+        lost_shards = [MadeShard(piece_shard(D, m, p), guard.members[m], *extent(m, p, block)) for m, p in made]
+        inputs = {
+            shard: ShardSource(guard.members[member], *extent(member, piece, block))
+            for member in range(D)
+            for piece in range(guard.k)
+            if (shard := piece_shard(D, member, piece)) in read
+        }
+        inputs |= {
+            shard: ShardSource(parity_number(placement, guard.members[j]), i * guard.piece_bytes + block * size, size)
+            for j in holders
+            for i in range(f)
+            if (shard := parity_shard(D, f, j, i)) in read
+        }
+        if any(each.nbytes for each in lost_shards):
+            yield SectionStripe(lane, number, block, inputs, tuple(lost_shards), size // w, program)

@@ -8,7 +8,7 @@
 A *unit* is a node (or a domain): all ranks and capsules of a unit vanish together. A loss is
 survived under two conditions. Each stripe of each lane keeps k of its k + f shards. Each rank keeps
 its slot, or a capsule. If its slot had unreplicated leaves, the capsule counts only together with
-the *sources* of these leaves: slot and parity of all other members of the rank's guard lane.
+the rank's guard lane: at most f members lack a slot, and D - f others have parity.
 
 Invariants
   1. The results equal what recovery.plan would find after that loss. Tests compare them by brute
@@ -22,6 +22,7 @@ members, not with the number of losses asked.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from reft.core.coding.exchange import GuardLane
 from reft.core.coding.placement import Placement
 from reft.core.recovery.gather import LaneGroup, group_lanes, lost_shards, undecodable
 from reft.core.recovery.recovery import lane_partners
@@ -128,9 +130,7 @@ class LossAnalysis:
         lanes = undecodable(self._groups, have)
         lost_ranks = np.flatnonzero(~have).tolist()
         unreplicated = tuple(
-            rank
-            for rank in lost_ranks
-            if self.unreplicated.get(rank) and not self._gives_back(rank, lambda node: node not in lost)
+            rank for rank in lost_ranks if self.unreplicated.get(rank) and not self._gives_back(rank, lost)
         )
         bare = tuple(
             rank for rank in lost_ranks if rank not in unreplicated and lost.issuperset(self.copies.get(rank, ()))
@@ -165,8 +165,8 @@ class LossAnalysis:
             if len(homes) == 2:
                 fatal[tuple(homes)] = True
         for guard in units.guards.values():
-            if guard.slot != NO_UNIT:
-                fatal[guard.slot, [unit for unit in guard.sources if unit != NO_UNIT]] = True
+            for pair in guard.pairs():
+                fatal[pair] = True
         first, second = np.nonzero(np.triu(fatal | fatal.T, 1))
         names = units.names
         fatal_pairs = tuple((names[i], names[j]) for i, j in zip(first.tolist(), second.tolist(), strict=True))
@@ -178,8 +178,7 @@ class LossAnalysis:
         It is -1 after a loss for good. It is the least number over all lanes, stripes and ranks. A
         stripe bears the loss of f shards, less the shards already lost. A rank bears the loss of
         all but one of the domains that keep its slot or its capsule. If its slot held unreplicated
-        leaves, the rank bears the loss of one domain: that of its slot, or of a source. Without
-        sources it bears none.
+        leaves, the rank bears what its guard lane bears. Without a lane it bears none.
         """
         return _tolerated(self._by_domain, self._groups)
 
@@ -205,9 +204,7 @@ class LossAnalysis:
             copies = () if self.unreplicated.get(rank) and not self._partners(rank) else self.copies.get(rank, ())
             homes.append({number[label[node]] for node in copies} | ({unit} - {NO_UNIT}))
         guards = {
-            rank: _Guard(
-                units[rank], frozenset(number[label[node]] if node else NO_UNIT for node in self._sources(rank))
-            )
+            rank: self._guard(rank, lambda node: number[label[node]])
             for rank in range(world)
             if self.unreplicated.get(rank) and self._partners(rank)
         }
@@ -216,15 +213,25 @@ class LossAnalysis:
     def _partners(self, rank: int) -> tuple[int, ...]:
         return lane_partners(self.placement, rank, self.unreplicated.get(rank, 0))
 
-    def _sources(self, rank: int) -> Iterator[str | None]:
-        """Yields the nodes of the sources of a rank's unreplicated leaves; None: lost already."""
-        for partner in self._partners(rank):
-            yield self.slots.get(partner)
-            yield self.parity.get(partner)
+    def _lane(self, rank: int) -> GuardLane:
+        where = self.placement.guard_lane_of(rank)
+        assert where is not None, "a rank with partners is in a lane"
+        return self.placement.guard_lanes[where[0]]
 
-    def _gives_back(self, rank: int, is_left: Callable[[str], bool]) -> bool:
-        """Whether all sources of a rank's unreplicated leaves are left."""
-        return bool(self._partners(rank)) and all(node is not None and is_left(node) for node in self._sources(rank))
+    def _guard(self, rank: int, unit_of: Callable[[str], int]) -> _Guard:
+        lane = self._lane(rank)
+        slots = Counter(unit_of(self.slots[member]) for member in lane.members if member in self.slots)
+        parity = Counter(unit_of(self.parity[each]) for each in self._partners(rank) if each in self.parity)
+        own = unit_of(self.slots[rank]) if rank in self.slots else NO_UNIT
+        return _Guard(own, slots, parity, lane.f - lane.D + slots.total(), parity.total() - lane.k)
+
+    def _gives_back(self, rank: int, lost: Collection[str]) -> bool:
+        """Whether a rank's guard lane gives back its unreplicated leaves without these nodes."""
+        if not self._partners(rank):
+            return False
+        slots = {each for each, node in self.slots.items() if node not in lost}
+        parity = {each for each, node in self.parity.items() if node not in lost}
+        return self._lane(rank).gives_back(rank, slots, parity)
 
     def _singles(self, units: _Units) -> list[UnitLoss]:
         already = self.what_if(())
@@ -280,27 +287,51 @@ class _Count:
 
 
 class _Guard(NamedTuple):
-    """Where a rank's unreplicated leaves lie. NO_UNIT stands for what is lost already.
+    """Where a rank's unreplicated leaves, and what gives them back, lie.
 
     Attributes:
-        slot: unit of the rank's slot.
-        sources: units of the sources that give the leaves back without the slot.
+        slot: unit of the rank's slot; NO_UNIT if it is lost already.
+        slots: unit → how many slots of the guard lane are there.
+        parity: unit → how many parity slots of the other members are there.
+        spare_slots: slots that the lane can still lose; negative if the leaves need a lost slot.
+        spare_parity: parity slots that it can still lose.
     """
 
     slot: int
-    sources: frozenset[int]
+    slots: Counter[int]
+    parity: Counter[int]
+    spare_slots: int
+    spare_parity: int
 
-    def singles(self) -> Collection[int]:
+    def is_fatal(self, lost: Collection[int]) -> bool:
+        """Whether the leaves are lost with these units, all different."""
+        if self.slot not in (NO_UNIT, *lost):
+            return False
+        slots, parity = (sum(each[unit] for unit in lost) for each in (self.slots, self.parity))
+        return slots > self.spare_slots or parity > self.spare_parity
+
+    def singles(self) -> list[int]:
         """Returns the units whose loss alone loses the leaves; they are not lost already."""
-        if self.slot == NO_UNIT:
-            return self.sources
-        return (self.slot,) if self.slot in self.sources or NO_UNIT in self.sources else ()
+        candidates = (self.slot,) if self.slot != NO_UNIT else {**self.slots, **self.parity}
+        return [unit for unit in candidates if self.is_fatal((unit,))]
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Returns the pairs of units whose loss loses the leaves, but for those of `singles`."""
+        others = {**self.slots, **self.parity}
+        first = (self.slot,) if self.slot != NO_UNIT else others
+        return [(one, other) for one in first for other in others if one != other and self.is_fatal((one, other))]
 
     def tolerated(self) -> int:
         """Returns how many units, whichever they are, may vanish."""
-        if self.slot == NO_UNIT:
-            return -1 if NO_UNIT in self.sources else 0
-        return 0 if self.singles() else 1
+        began = () if self.slot == NO_UNIT else (self.slot,)
+        fewest = len({*self.slots, *self.parity}) + 1
+        for counts in (self.slots, self.parity):
+            worst = sorted(counts.keys() - {*began}, key=lambda unit: -counts[unit])
+            for count in range(len(worst) + 1):
+                lost = (*began, *worst[:count])
+                if self.is_fatal(lost):
+                    fewest = min(fewest, len(lost))
+        return fewest - 1
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,3 +187,59 @@ def test_both_ranks_of_a_pair_post_messages_in_the_same_order(lost):
     job, box = GuardedJob(4), Postbox()
     assert job.load(lost, box=box) == [LoadReport()] * 4
     assert box.posted and all(box.posted[a, b] == box.posted[b, a] for a, b in box.posted)
+
+
+# Lanes that survive several lost members
+
+
+@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(3, 8) for f in (2, 3) if f < D])
+def test_every_loss_of_f_ranks_is_decoded(D, f):
+    """In wide lanes only some of the losses of f ranks."""
+    job = GuardedJob(D, [state(rank, has_replicas=False) for rank in range(D)], f=f)
+    (lane,) = job.placement.guard_lanes
+    assert (lane.f, lane.D) == (f, D) and lane.blocks > 1
+    losses = [lost for count in range(1, f + 1) for lost in itertools.combinations(range(D), count)]
+    some = losses if D < 6 else Random(f"{D} {f}").sample(losses, 8)
+    for lost in some:
+        assert job.load(lost) == [LoadReport()] * D, f"lost {lost}"
+        assert job.is_whole(), f"lost {lost}"
+
+
+def test_sections_are_decoded_beside_cells():
+    job = GuardedJob(4, f=2)
+    assert job.placement.lanes and [lane.f for lane in job.placement.guard_lanes] == [2]
+    for lost in itertools.combinations(range(4), 2):
+        assert job.load(lost) == [LoadReport()] * 4 and job.is_whole(), lost
+
+
+def test_new_nodes_and_one_keeper_of_both_lost_ranks():
+    """The keeper makes both sections from one reading, and sends one of them on."""
+    job = GuardedJob(5, [state(rank, has_replicas=False) for rank in range(5)], f=2)
+    nodes = {"new": [1, 2], "node0": [0], "node3": [4], "node4": [3]}
+    assert job.load([1, 2], nodes) == [LoadReport()] * 5 and job.is_whole()
+
+
+def test_a_lane_with_spare_parity_bears_lost_parity():
+    job = GuardedJob(5, f=2)
+    parity = dict(job.parity)
+    for gone in (0, 2, 4):
+        job.parity = {rank: slot for rank, slot in parity.items() if rank != gone}
+        assert job.load([1]) == [LoadReport()] * 5 and job.is_whole(), gone
+    with pytest.raises(ValueError, match="members \\(1, 3\\) of 5 are lost"):
+        list(job.restore(0, [1, 3], {f"node{rank}": [rank] for rank in range(5)})[1].plans[0].operations(0))
+
+
+def test_the_pieces_of_a_lane_travel_once_to_each_keeper():
+    job, box = GuardedJob(5, [state(rank, has_replicas=False) for rank in range(5)], f=2), Postbox()
+    assert job.load([0, 3], box=box) == [LoadReport()] * 5
+    (lane,) = job.placement.guard_lanes
+    for keeper in (0, 3):
+        for sender in (1, 2, 4):  # the section, two parities, and digests of both
+            assert box.sent_bytes[sender, keeper] <= lane.sizes[sender] + lane.parity_bytes + 2 * 8
+
+
+def test_a_flipped_bit_in_one_of_several_parities_is_found():
+    job = GuardedJob(4, f=2)
+    job.parity[2].data[-7] ^= 1
+    reports = job.load([0, 1])
+    assert damaged_at_load(reports, False) == (4 + 2,)

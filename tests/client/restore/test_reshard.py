@@ -174,6 +174,18 @@ def test_sections_are_refused_by_name_if_two_members_are_lost():
     assert "leaves of old rank 0 can't be decoded without rank 2, which is lost" in str(results[0])
 
 
+@pytest.mark.parametrize(("D", "f", "new"), [(3, 2, 2), (5, 2, 3), (6, 2, 1), (5, 3, 2), (7, 3, 4)])
+def test_several_lost_shards_without_replicas_are_decoded(D, f, new):
+    move = Move(LARGE, rows(D), rows(new), range(D), tolerate=f, slots=4)
+    assert [lane.f for lane in move.placement.guard_lanes] == [f] and not move.placement.lanes
+    losses = list(itertools.combinations(range(D), f))
+    assert not move.can_lose(range(f + 1))
+    for lost in losses[:: max(len(losses) // 5, 1)]:
+        assert move.can_lose(lost)
+        assert move.load(lost) == [CLEAN] * new, lost
+        assert move.is_whole(), lost
+
+
 def test_damage_of_the_sources_of_a_lost_section_is_found():
     move = Move(LARGE, rows(3), rows(2), range(3), slots=4)
     move.parity[1].data[9] ^= 1

@@ -446,14 +446,22 @@ def test_nothing_is_exchanged_without_need_or_slots(changes, needs):
     assert guarded(placement) == ([] if changes else [(0, 1, 2)])
 
 
-def test_exchanged_leaves_are_exposed_only_to_more_losses_than_one():
-    assert exposures(sharded([100_000] * 3, range(3))) == ()
-    [entry] = exposures(sharded([100_000] * 3, range(3), tolerate=2))
+def test_exchanged_leaves_are_exposed_only_to_more_losses_than_their_lane_survives():
+    for domains, tolerate in ((3, None), (3, 2), (6, None), (4, 3), (6, 1)):
+        assert exposures(sharded([100_000] * domains, range(domains), tolerate=tolerate)) == ()
+    [entry] = exposures(sharded([100_000] * 3, range(3), tolerate=3))
     assert (entry.reason, entry.ranks, entry.nbytes) == ("exchange", (0, 1, 2), 300_000)
     assert entry.what == (
-        "293.0 KiB have only one holder and are exchanged between nodes: they survive 1 lost domain and not 2."
+        "293.0 KiB have only one holder and are exchanged between nodes: they survive 2 lost domains and not 3."
     )
-    assert [each.reason for each in exposures(sharded([100_000] * 6, range(6)))] == ["exchange"]
+
+
+def test_lanes_survive_the_losses_that_are_tolerated():
+    def survived(ranks: int, tolerate: int | None) -> set[int]:
+        return {lane.f for lane in sharded([100_000] * ranks, range(ranks), tolerate=tolerate).guard_lanes}
+
+    assert [survived(ranks, None) for ranks in (2, 5, 6, 8)] == [{1}, {1}, {2}, {2}]
+    assert [survived(6, f) for f in (0, 1, 2, 3, 9)] == [set(), {1}, {2}, {3}, {5}]
 
 
 def test_a_rank_without_a_guard_lane_is_exposed_by_name():
@@ -476,6 +484,8 @@ def test_capsules_of_exchanged_ranks_stay_in_their_lane():
     two_lanes = sharded([200_000] * 16 + [100_000] * 16, range(32))
     nodes = [{rank} for rank in range(32)]
     holders = [holders_among(two_lanes, nodes, range(32), node) for node in range(32)]
-    assert all(len(each) == 1 and (each[0] < 16) == (node < 16) for node, each in enumerate(holders))
+    assert {lane.f for lane in two_lanes.guard_lanes} == {2}
+    assert all(len(each) == 2 for each in holders)
+    assert all((holder < 16) == (node < 16) for node, each in enumerate(holders) for holder in each)
     fewer_slots = replace(placement, slots=3)
     assert [holders_among(fewer_slots, nodes[:4], range(4), node) for node in range(4)] == [()] * 4

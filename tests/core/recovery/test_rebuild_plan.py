@@ -7,7 +7,7 @@ import pytest
 from reft.core.coding.placement import Placement
 from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, TransferOperation
 from reft.core.recovery.rebuild_plan import DAEMON, chunk_sources, costs, rebuild_plan
-from reft.core.recovery.stripes import NO_CELL, section_pieces
+from reft.core.recovery.stripes import NO_CELL, section_stripes
 from tests.core.recovery.test_stripes import lanes_of
 from tests.support.coded_slots import one_leaf
 
@@ -87,7 +87,7 @@ def test_lost_sections_are_decoded_from_slots_and_parity():
     (lane,) = placement.guard_lanes
     (cost,) = costs(placement, {0, 1}, {2}, [2])
     assert (cost.cell, cost.decoded, cost.copied, cost.parity) == (NO_CELL, 20_032, 0, 0), "with padding"
-    pieces = section_pieces(placement, 2)
+    pieces = list(section_stripes(placement, [2], {0, 1, 3, 4}))
     expected: dict[int, int] = {}
     for piece in pieces:
         for each in piece.inputs.values():

@@ -410,12 +410,12 @@ def test_a_loss_is_described_in_few_words():
 OWN = 1 << 17  # bytes of the leaf that only one rank has
 
 
-def guarded(world: int) -> Placement:
+def guarded(world: int, f: int = 1) -> Placement:
     """Returns a placement in which each rank has a leaf of its own, and all share another one."""
     shared = Leaf("shared", "uint8", (4096,), (1,), 4096, False, (4096,), (0,))
     own = [Leaf(f"own{rank}", "uint8", (OWN,), (1,), OWN, False, (OWN,), (0,)) for rank in range(world)]
     layouts = {bytes([rank]): pack([shared, own[rank]]) for rank in range(world)}
-    return place(divide(layouts, list(layouts)), list(range(world)), "auto", 1, 4096, slots=4)
+    return place(divide(layouts, list(layouts)), list(range(world)), "auto", f, 4096, slots=4)
 
 
 def parity(placement: Placement, step: int, epoch: Epoch = ONE, lost: Collection[int] = ()) -> list[HeldParity]:
@@ -453,7 +453,41 @@ def test_a_lost_node_costs_the_steps_after_the_protected_one_and_two_are_refused
         found = recovery.plan(slots, copies, {ONE: placement}, FRESH, parity=parities)
         assert found.base is None
         if D > 2 and (last := found.partial[-1]).unreplicated:
-            assert "guard lane gives back one lost rank, and lost several" in " ".join(describe(last, placement, {}))
+            assert "guard lane gives back 1 lost rank at most, and lost 2" in " ".join(describe(last, placement, {}))
+
+
+@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(3, 8) for f in (2, 3) if f < D])
+def test_any_f_lost_nodes_of_an_exchange_are_survived_and_f_plus_one_are_refused_by_name(D, f):
+    placement = guarded(D, f)
+    for count in range(1, min(f + 1, D - 1) + 1):
+        for lost in itertools.combinations(range(D), count):
+            slots, copies = ring(placement, f, lost=lost, kept=OWN)
+            parities = parity(placement, 1, lost=lost)
+            found = recovery.plan(slots, copies, {ONE: placement}, FRESH, parity=parities)
+            if count <= f:
+                assert found.base == at(1) and found.sections == lost and found.guard is None
+                assert found.parity == {each.rank: each for each in parities}
+                assert found.numbers(D) == {*found.sources, *(D + each.rank for each in parities)}
+            elif found.partial[-1].unreplicated:
+                text = f"their guard lane gives back {f} lost ranks at most, and lost {count}."
+                assert found.base is None and text in " ".join(describe(found.partial[-1], placement, {}))
+
+
+def test_lost_slots_need_as_many_parity_slots_as_there_are_pieces():
+    """f = 2 of five: a lost rank needs parity slots of three other members."""
+    placement = guarded(5, 2)
+
+    def is_restorable(lost: Collection[int], without: Collection[int]) -> bool:
+        slots, copies = ring(placement, 2, kept=OWN)
+        left = [slot for slot in slots if slot.rank not in lost]
+        parities = parity(placement, 1, lost=without)
+        return recovery.plan(left, copies, {ONE: placement}, FRESH, parity=parities).base is not None
+
+    assert is_restorable([0], []) and is_restorable([0], [0]) and is_restorable([0], [3])
+    assert is_restorable([0], [0, 3]) and not is_restorable([0], [1, 3])
+    assert is_restorable([0, 1], []) and is_restorable([0, 1], [0, 1]) and is_restorable([0, 1], [2])
+    assert not is_restorable([0, 1], [0, 2]), "rank 1 has only the parity of 3 and 4"
+    assert not is_restorable([0, 1, 2], [])
 
 
 def test_only_complete_sealed_parity_of_the_same_lane_and_version_counts():

@@ -156,7 +156,7 @@ def test_any_arrangement_of_slots_and_capsules(code, slots, copies, kept, domain
 OWN_BYTES = 1 << 17
 
 
-def guarded(per_node: int, nodes: int, others: Collection[str] = ("shared",)) -> Placement:
+def guarded(per_node: int, nodes: int, others: Collection[str] = ("shared",), f: int = 1) -> Placement:
     """Returns a placement in which each rank has a leaf of its own, and all have the others."""
     shared = [Leaf(name, "uint8", (4096,), (1,), 4096, False, (4096,), (0,)) for name in others]
     layouts = [
@@ -165,14 +165,14 @@ def guarded(per_node: int, nodes: int, others: Collection[str] = ("shared",)) ->
     ]
     keys = [layout.digest for layout in layouts]
     division = divide(dict(zip(keys, layouts, strict=True)), keys)
-    return place(division, [rank // per_node for rank in range(per_node * nodes)], "auto", 1, 4096, slots=4)
+    return place(division, [rank // per_node for rank in range(per_node * nodes)], "auto", f, 4096, slots=4)
 
 
-def exchanged(per_node: int, nodes: int) -> LossAnalysis:
+def exchanged(per_node: int, nodes: int, f: int = 1) -> LossAnalysis:
     """Returns the analysis of an intact job that exchanges unreplicated leaves."""
-    placement = guarded(per_node, nodes)
+    placement = guarded(per_node, nodes, f=f)
     where = {rank: f"n{rank // per_node}" for rank in range(per_node * nodes)}
-    copies = {rank: {f"n{(rank // per_node + 1) % nodes}"} for rank in where}
+    copies = {rank: {f"n{(rank // per_node + i) % nodes}" for i in range(1, f + 1)} for rank in where}
     return LossAnalysis(placement, where, copies, dict.fromkeys(where, OWN_BYTES), {}, where)
 
 
@@ -180,6 +180,15 @@ def exchanged(per_node: int, nodes: int) -> LossAnalysis:
 def test_jobs_that_exchange_survive_any_node(per_node, nodes):
     check(it := exchanged(per_node, nodes))
     assert it.tolerated() == 1 and not any(verdict.words for verdict in it.nodes())
+
+
+@pytest.mark.parametrize(("per_node", "nodes", "f"), [(1, 3, 2), (1, 5, 2), (2, 4, 2), (1, 5, 3), (1, 6, 2)])
+def test_jobs_that_exchange_for_f_losses_survive_any_f_nodes(per_node, nodes, f):
+    check(it := exchanged(per_node, nodes, f))
+    assert it.tolerated() == f and it.pairs().survives
+    check(after := replace(it, slots={rank: n for rank, n in it.slots.items() if n != "n1"}))
+    assert after.tolerated() == f - 1
+    check(replace(it, parity={rank: n for rank, n in it.parity.items() if rank % 3}))
 
 
 def test_without_parity_a_node_is_lost_with_its_leaves():
@@ -200,7 +209,7 @@ NODES_OF_THREE = st.sampled_from(["n0", "n1", "n2", "n3"])
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from([guarded(2, 3), guarded(2, 3, ()), guarded(3, 2)]),
+    st.sampled_from([guarded(2, 3), guarded(2, 3, ()), guarded(3, 2), guarded(2, 3, (), 2), guarded(1, 6, (), 2)]),
     st.dictionaries(st.integers(0, 5), NODES_OF_THREE, min_size=4),
     st.dictionaries(st.integers(0, 5), NODES_OF_THREE, min_size=3),
     st.dictionaries(st.integers(0, 5), st.frozensets(NODES_OF_THREE, min_size=1, max_size=2), min_size=5),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from reft.core.coding.exchange import guard_lanes
 from reft.core.commit.slots import SlotState
 from reft.wire.tls import Tls
 from reft_daemon.mover.mover import Mover, MoverGone, MoverSettings, ParityWriter, PullFailed, SourceSlot
@@ -21,6 +22,7 @@ from reft_daemon.mover.range_client import MoverAddress, RangePull
 from reft_daemon.mover.range_protocol import RangeStatus
 from tests.support.certificates import Certificates, why_not
 from tests.support.parity import CHUNK, SectionSource, at, expected_parity, memory_slot, section_source
+from tests.support.two_level import expected_parity as expected_parities
 
 LANE = bytes(range(16))
 PIECE = 4 * CHUNK
@@ -227,3 +229,39 @@ def test_movers_use_the_certificates_of_their_daemons(tmp_path):
             assert not plain.recv(1 << 10).startswith(bytes(4)), "a caller without a certificate is not admitted"
 
     run(act, MoverSettings(tls=Tls(*files)))
+
+
+# Lanes that survive several lost members
+
+
+@pytest.mark.parametrize(("D", "f"), [(3, 2), (4, 2), (5, 3), (6, 2), (7, 3)])
+def test_the_parity_of_lanes_with_several_parities_is_that_of_the_drawing(D, f):
+    noise = random.Random(f"{D} {f}")
+    longest = (D - f) * 3 * CHUNK - 77
+    sizes = [longest, *(noise.choice([1, 5000, longest // 2, longest]) for _ in range(D - 1))]
+    [lane] = guard_lanes(sizes, range(D), CHUNK, f)
+    assert lane.f == f and lane.blocks > 1
+    sources = [section_source(rank, size, at(7)) for rank, size in enumerate(sizes)]
+    slots = [SourceSlot(source.slot, *source.place, lane.piece_sizes) for source in sources]
+    sections = [source.section for source in sources]
+
+    async def fold_all(mover: Mover) -> None:
+        sent = 0
+        for holder in range(D):
+            slot = memory_slot("parity", holder, lane.parity_bytes + CHUNK)  # an earlier lane had larger parity
+            writer = await new_writer(mover, slot, lane.parity_bytes)
+            for source in noise.sample(lane.sources_of(holder), D - 1):
+                ticket, port = await mover.grant("job", slots)
+                ranges = list(lane.requests(source, holder, CHUNK))
+                cut = noise.randrange(len(ranges) + 1)
+                for batch in (ranges[:cut], ranges[cut:]):  # a connection that ended, and another one
+                    ticket, port = await mover.grant("job", slots)
+                    fold = (lane.code.k, f), lane.column_of(source, holder), lane.block_bytes
+                    address = MoverAddress("127.0.0.1", port, "localhost")
+                    await writer.pull(RangePull(address, ticket, at(7), source, batch, *fold), 30)
+                sent += sum(length for *_, length in ranges)
+            await writer.seal()
+            assert slot.map.data[: lane.parity_bytes].tobytes() == expected_parities(lane, sections, holder)
+        assert mover.moved_bytes == sent == sum(lane.sent_bytes(source) for source in range(D))
+
+    run(fold_all)

@@ -12,6 +12,8 @@ import threading
 import numpy as np
 import pytest
 
+from reft.core.coding.erasure import code_for
+from reft.core.coding.exchange import PieceSizes
 from reft.core.commit.slots import SlotState
 from reft_daemon.mover import range_client, range_server
 from reft_daemon.mover import range_protocol as protocol
@@ -20,6 +22,7 @@ from reft_daemon.mover.range_protocol import BrokenConnection, RangeRequest, Ran
 from reft_daemon.mover.range_server import OfferedSlot, RangeServer, frame_of
 from tests.support.daemons import until
 from tests.support.parity import CHUNK, at, fill, section_source
+from tests.support.two_level import parity_of_table
 
 TICKET = bytes(range(32))
 SECTION = 5 * CHUNK + 77
@@ -139,6 +142,58 @@ def test_a_range_longer_than_the_limit_is_refused(monkeypatch, server):
     offered = server._offers["job"]
     assert frame_of(offered, RangeRequest(at(7), 3, 0, CHUNK))[0] is RangeStatus.OK
     assert frame_of(offered, RangeRequest(at(7), 3, 0, CHUNK + 1))[0] is RangeStatus.OUTSIDE
+
+
+PIECES = PieceSizes(2, 2, 3 * CHUNK, CHUNK)  # two of three blocks; the section ends in the second one
+CODED = 2 * 3 * CHUNK
+
+
+def coded_offer(source) -> list[OfferedSlot]:
+    return [OfferedSlot(3, source.place, source.slot.map._slot, PIECES)]
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [
+        (SECTION - 1, 2), (SECTION, 1), (CODED - CHUNK, CHUNK), (CODED + 64, CHUNK), (CODED + 2 * CHUNK, CHUNK + 1),
+        (CODED + 6 * CHUNK, CHUNK), ((1 << 64) - CHUNK, CHUNK), (CODED, 0),
+    ],
+)  # fmt: skip
+def test_coded_ranges_that_do_not_exist_are_refused(source, offset, length):
+    request = RangeRequest(at(7), 3, offset, length)
+    assert frame_of(coded_offer(source), request)[0] is RangeStatus.OUTSIDE
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+@pytest.mark.parametrize(("at_block", "blocks"), [(0, 1), (1, 1), (2, 1), (0, 3)])
+def test_a_coded_range_is_that_of_the_table(source, parity, at_block, blocks):
+    padded = np.zeros((2, 3 * CHUNK), np.uint8)
+    padded.reshape(-1)[:SECTION] = np.frombuffer(source.section, np.uint8)
+    expected = parity_of_table(code_for(2, 2), parity, list(padded), CHUNK)[at_block * CHUNK :][: blocks * CHUNK]
+    request = RangeRequest(at(7), 3, CODED + parity * 3 * CHUNK + at_block * CHUNK, blocks * CHUNK - 5)
+    status, frame, digest = frame_of(coded_offer(source), request)
+    assert status is RangeStatus.OK and bytes(frame) == expected[:-5].tobytes()
+    assert digest == protocol.frame_digest(memoryview(expected[:-5].tobytes()))
+
+
+@pytest.mark.parametrize("chunk", range(6))
+def test_damage_of_any_piece_is_damage_of_a_coded_range(source, chunk):
+    """A range of the second block is made from the second chunk of each piece."""
+    source.slot.map.data[CHUNK + chunk * CHUNK + 5] ^= 1
+    request = RangeRequest(at(7), 3, CODED + CHUNK, CHUNK)
+    status, frame, _ = frame_of(coded_offer(source), request)
+    assert (status, len(frame)) == ((RangeStatus.DAMAGED, 0) if chunk in (1, 4) else (RangeStatus.OK, CHUNK))
+
+
+def test_a_slot_written_again_while_a_range_is_coded_is_gone(source, monkeypatch):
+    real = range_server.encode_piece
+
+    def encode(*arguments):
+        fill(source.slot, at(8), bytes(CHUNK + SECTION), SlotState.WRITING)
+        real(*arguments)
+
+    monkeypatch.setattr(range_server, "encode_piece", encode)
+    assert frame_of(coded_offer(source), RangeRequest(at(7), 3, CODED, CHUNK))[0] is RangeStatus.GONE
 
 
 def test_a_slot_that_is_being_written_is_gone(server, source):

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ from reft_daemon.peers import turns
 from reft_daemon.peers.turns import TurnService, mover_address
 from tests.support.exchange import CHUNK, SIZES, SLOTS, described_of, exchange_fields, rank_data, write_step
 from tests.support.jobs import epoch_of
-from tests.support.parity import expected_parity
+from tests.support.two_level import expected_parity as expected_parities
 
 
 class Nodes:
-    """Three nodes of one job in this process; movers are processes.
+    """Nodes of one job in this process, one for each size; movers are processes.
 
     Attributes:
         guarded: (node, step), as noted in the round.
@@ -45,16 +45,18 @@ class Nodes:
         asked: called before each OpenBulk, with the node that is asked.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sizes: Sequence[int] = SIZES, tolerate: int = -1) -> None:
+        self.count = len(sizes)
+        fields = exchange_fields(sizes) | {"tolerate": tolerate}
         self.manifest = pb.Manifest(
-            job="job", named=True, token=bytes(32), world=3, every=1,
-            nodes=[pb.Node(name=f"n{i}", id=f"id{i}", ranks=[i], addresses=[f"unix:/{i}"]) for i in range(3)],
-            **exchange_fields(SIZES),
+            job="job", named=True, token=bytes(32), world=self.count, every=1,
+            nodes=[pb.Node(name=f"n{i}", id=f"id{i}", ranks=[i], addresses=[f"unix:/{i}"]) for i in range(self.count)],
+            **fields,
         )  # fmt: skip
         self.place()
-        self.arenas = [Arena(folder / str(i), 0) for i in range(3)]
+        self.arenas = [Arena(folder / str(i), 0) for i in range(self.count)]
         self.jobs = [JobRecord(arena, pb.JobRecord(manifest=self.manifest), ChangeQueue()) for arena in self.arenas]
-        self.movers = [Mover(MoverSettings()) for _ in range(3)]
+        self.movers = [Mover(MoverSettings()) for _ in range(self.count)]
         self.services = [TurnService(self, mover) for mover in self.movers]  # type: ignore[arg-type]
         self.guarded: list[tuple[int, int]] = []
         self.unguarded: list[tuple[int, UnguardedLane]] = []
@@ -112,19 +114,19 @@ class Nodes:
     def check_parity(self, step: int) -> None:
         sections = [
             rank_data(self.placement, rank, step)[self.placement.rank_placement(rank).unreplicated_offset :]
-            for rank in range(3)
+            for rank in range(self.count)
         ]
-        for node in range(3):
-            assert self.parity(node, step) == expected_parity(sections, node, self.lane.piece_bytes)
+        for node in range(self.count):
+            assert self.parity(node, step) == expected_parities(self.lane, sections, node)
 
 
 @pytest.fixture
-def play(monkeypatch) -> Callable[[Callable[[Nodes], Awaitable[None]]], None]:
+def play(monkeypatch) -> Callable[..., None]:
     """Runs a test with nodes."""
 
-    def run(act: Callable[[Nodes], Awaitable[None]]) -> None:
+    def run(act: Callable[[Nodes], Awaitable[None]], *settings: Any) -> None:
         async def with_nodes(folder: Path) -> None:
-            nodes = Nodes(folder)
+            nodes = Nodes(folder, *settings)
             index = {id(job): i for i, job in enumerate(nodes.jobs)}
 
             def note_unguarded(job: JobRecord, lanes: Any) -> None:
@@ -181,6 +183,26 @@ def test_a_mover_killed_at_each_range_begins_the_parity_anew(play, monkeypatch):
         assert not nodes.unguarded
 
     play(act)
+
+
+def test_a_lane_that_survives_two_losses_gets_its_parity_from_many_tickets(play, monkeypatch):
+    monkeypatch.setattr(turns, "RANGES_MAX", 1)
+    monkeypatch.setattr("reft.core.coding.exchange.RANGE_MAX", CHUNK)
+
+    async def act(nodes: Nodes) -> None:
+        assert (nodes.lane.f, nodes.lane.inner.w, nodes.lane.blocks > 1) == (3, 2, True)
+        await nodes.attach()
+        for step in (1, 2):
+            nodes.write(step)
+            nodes.pins(whole=step, turn=step)
+            await nodes.settled()
+            nodes.pins(turn=-1, protected=step)
+            nodes.check_parity(step)
+        assert not nodes.unguarded and (4, 2) in nodes.guarded
+        moved = sum(mover.moved_bytes for mover in nodes.movers)
+        assert moved == 2 * sum(nodes.lane.sent_bytes(source) for source in range(5))
+
+    play(act, [9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK, 4 * CHUNK + 5, 9 * CHUNK], 3)
 
 
 def test_a_turn_that_ends_early_leaves_its_slot_for_the_next_one(play, monkeypatch):

@@ -18,12 +18,13 @@ from reft.core.coding.placement import Placement, place
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
 from reft.core.recovery.plan import TransferPlan, TransferSizes
-from reft.core.recovery.rebuild_plan import SIZES, rebuild_plan
-from reft.core.recovery.stripes import parity_number
+from reft.core.recovery.rebuild_plan import SIZES, chunk_sources, costs, rebuild_plan
+from reft.core.recovery.stripes import NO_CELL, parity_number
 from reft.errors import ConfigError
 from reft_daemon.rebuild.executor import ReadBytes, made_slices
 from tests.support.coded_slots import one_leaf, slots_of
 from tests.support.guarded import GuardedJob
+from tests.support.two_level import expected_parity
 
 SMALL = TransferSizes(piece=4096, band=16 << 10, ahead=16 << 10)
 TINY = TransferSizes(piece=512, band=8 << 10, ahead=8 << 10)  # packets of several slices
@@ -185,3 +186,64 @@ def test_a_failed_read_ends_all_others(failing_call):
         assert not under_way and asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
+
+
+# Unreplicated leaves, from guard lanes
+
+
+def with_sections(D: int, f: int) -> tuple[Placement, Slots]:
+    """Returns slots of a leaf that all share and of one leaf a rank, and the parity slots."""
+    chance = np.random.default_rng(D)
+    shared = Leaf("w", "uint8", (30_003,), (1,), 30_003, False, (30_003,), (0,))
+    sizes = [80_000 + 7777 * rank for rank in range(D)]
+    own = [Leaf(f"own{rank}", "uint8", (n,), (1,), n, False, (n,), (0,)) for rank, n in enumerate(sizes)]
+    layouts = [pack([shared, each]) for each in own]
+    division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
+    placement = place(division, list(range(D)), "aec", f, 4096, slots=4)
+    slots = slots_of(placement)
+    for rank, size in enumerate(sizes):
+        begin = placement.rank_placement(rank).unreplicated_offset
+        slots[rank][begin : begin + size] = chance.integers(0, 256, size, np.uint8)
+    (lane,) = placement.guard_lanes
+    begins = [placement.rank_placement(rank).unreplicated_offset for rank in range(D)]
+    sections = [slots[rank][begins[rank] :].tobytes() for rank in range(D)]
+    for holder in range(D):
+        slots[D + holder] = np.frombuffer(expected_parity(lane, sections, holder), np.uint8)
+    return placement, slots
+
+
+@pytest.mark.parametrize(("D", "f"), [(2, 1), (4, 1), (3, 2), (5, 2), (6, 2), (5, 3), (7, 3)])
+@pytest.mark.parametrize("sizes", [SMALL, SIZES], ids=["slices", "whole"])
+def test_lost_sections_are_made_again(D, f, sizes):
+    placement, slots = with_sections(D, f)
+    assert [lane.f for lane in placement.guard_lanes] == [f]
+    losses = list(itertools.combinations(range(D), f))
+    for lost in losses[:: max(len(losses) // 6, 1)]:
+        gone = {*lost, *(D + rank for rank in lost)}
+        for alone in (lost, lost[:1]):  # all on one daemon, or each on a node of its own
+            plan = rebuild_plan(placement, set(slots) - gone, alone, sizes, sections=alone)
+            made: dict[int, Any] = {
+                rank: SimpleNamespace(map=SimpleNamespace(data=np.zeros_like(slots[rank]))) for rank in alone
+            }
+            asyncio.run(drained(made_slices(plan, reads_of(slots, gone), made)))
+            assert all(np.array_equal(made[rank].map.data, slots[rank]) for rank in alone), (lost, alone)
+            (cost,) = [each for each in costs(placement, set(slots) - gone, alone, alone) if each.cell == NO_CELL]
+            own = sum(placement.guard_lanes[0].sizes[rank] for rank in alone)
+            assert (cost.decoded, cost.copied, cost.parity) == ((0, own, 0) if D == 2 else (own, 0, 0))
+            assert set(cost.read) <= set(slots) - gone
+            for rank in alone:
+                chunk = placement.rank_placement(rank).unreplicated_offset // 4096 + 3
+                assert set(chunk_sources(plan, rank, chunk)[1]) <= set(cost.read)
+
+
+async def drained(slices: Any) -> None:
+    async for _ in slices:
+        pass
+
+
+def test_a_section_whose_lane_lost_too_much_is_refused():
+    placement, _ = with_sections(5, 2)
+    with pytest.raises(ValueError, match=r"members \(0, 1, 2\) of 5 are lost"):
+        rebuild_plan(placement, {3, 4, 8, 9}, [0], sections=[0])
+    with pytest.raises(ValueError, match=r"parity of \(3, 4\) is at hand"):
+        rebuild_plan(placement, {1, 2, 3, 4, 8, 9}, [0], sections=[0])
