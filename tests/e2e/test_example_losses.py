@@ -148,7 +148,7 @@ class Run:
         assert victim.is_alive(), ranks.errors()[-6000:]
         whole = max(node.status("job").whole for node in self.nodes)
         if self.example.is_exchanged:
-            until(self.note_protected, DEADLINE_S, "a protected step")
+            until(lambda: self.note_protected() and self.protected >= seal_at, DEADLINE_S, "a protected step")
             whole = self.protected if moment.kind in ("node", "nodes") else whole
         all_ranks = range(self.example.world)
         node, count = self.node_of(moment.rank), len(self.nodes)

@@ -329,11 +329,12 @@ class TurnService:
     def _check_protected(self, job: JobRecord) -> None:
         """Notes the lanes whose parity, or own slot, of the protected step is gone here.
 
-        Only while ranks train here. Else no newer step comes to take its place, and what is left of
-        the step must stay: `reft-cli recover` makes one lost node's slots after the other.
+        Losses are noted only while ranks train here. Else no newer step takes the place of this
+        one, and what is left of it must stay: `reft-cli recover` makes the slots of one lost node
+        after the other.
         """
         step = job.round.outcome.pins.protected if job.round is not None else -1
-        if step < 0 or not slot_reads.living_ranks(job):
+        if step < 0:
             return
         version = Version(job.epoch, step)
         if self._protected.get(job.id, (None, 0.0))[0] != version:
@@ -342,7 +343,7 @@ class TurnService:
             parity.settle(job)  # the guard's parity is no longer needed
         lost = frozenset(
             UnguardedLane(step, local.number, words)
-            for local in parity.local_lanes(job)
+            for local in (parity.local_lanes(job) if slot_reads.living_ranks(job) else ())
             if (words := _loss(job, local, version))
         )
         if lost - self._noted.get(job.id, frozenset()):

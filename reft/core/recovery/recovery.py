@@ -7,7 +7,7 @@
     rank        0        1        2        3       each lane needs k shards of every stripe
     slot      sealed   sealed   erased   sealed    each rank needs its own slot, or a capsule; for
     capsule                     node 3             unreplicated leaves also the slots and the parity
-    parity    sealed   sealed   gone     sealed    of all others of its guard lane
+    parity    sealed   sealed   gone     sealed    of others of its guard lane
 
 Invariants
   1. The same inputs give the same plan on every rank. The order of the inputs does not matter.

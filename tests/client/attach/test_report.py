@@ -68,9 +68,10 @@ def test_the_exchange_is_announced_with_its_cost():
 
 def test_what_is_exposed_is_announced_the_worst_first():
     assert report.exposure(shards()) == [] == report.exposure(placed(500, [1, 1]))
-    assert report.exposure(shards(tolerate=2)) == [
-        "partly protected: 24.0 MiB have only one holder and are exchanged between nodes: they survive 1 lost domain and "
-        "not 2."
+    assert report.exposure(shards(tolerate=1)) == []
+    assert report.exposure(shards(tolerate=9)) == [
+        "partly protected: 24.0 MiB have only one holder and are exchanged between nodes: they survive 3 lost domains and "
+        "not 9."
     ]
     assert report.exposure(shards(slots=3)) == [
         "not protected against a lost node: 24.0 MiB have only one holder: lost with its node. Ranks with fewer than 4 "

@@ -61,7 +61,7 @@ def folded(lane: GuardLane, sections: list[bytes], holder: int, order: random.Ra
     return parity
 
 
-@pytest.mark.parametrize(("D", "f"), LANES)
+@pytest.mark.parametrize(("D", "f"), [*LANES, (8, 5)])  # the last one has a Cauchy code inside
 def test_parity_is_that_of_the_tables_in_any_order_of_ranges(D, f):
     order = random.Random(f"{D} {f}")
     lane = uneven(D, f, order)
@@ -114,6 +114,8 @@ def test_losses_beyond_f_and_missing_parity_are_refused():
         section_program(5, 2, (0, 1, 2), (3, 4), ((0, 0),))
     with pytest.raises(ValueError, match=r"parity of \(2, 3\) is at hand"):
         section_program(5, 2, (0,), (2, 3), ((0, 0),))
+    with pytest.raises(ValueError, match=r"parity of \(0, 2, 3\) is at hand"):
+        section_program(5, 2, (0,), (0, 2, 3), ((0, 0),))
     assert section_program(5, 2, (0,), (2, 3, 4), ((0, 0),)).outputs
 
 
@@ -147,6 +149,15 @@ def test_ranges_are_whole_blocks_and_pieces_have_little_padding(D, f, size, chun
             at += length
             assert at % block == 0 or begin + at == end
         assert begin + at == end
+
+
+def test_a_lane_gives_back_up_to_f_members_with_k_parity_slots_of_others():
+    lane = lane_of(5, 2, *[9] * 5)
+    others = {1, 2, 3, 4}
+    assert lane.gives_back(0, others, others) and lane.gives_back(0, {1, 2, 3}, {1, 2, 3})
+    assert lane.gives_back(0, {1, 2, 3}, {0, 2, 3, 4}), "the parity of member 4 is there, its slot is not"
+    assert not lane.gives_back(0, {1, 2}, set(range(5))), "three lost slots"
+    assert not lane.gives_back(0, others, {0, 1, 2}), "its own parity says nothing of it"
 
 
 def test_lanes_survive_what_was_asked_for_where_they_are_wide_enough():

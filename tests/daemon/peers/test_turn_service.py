@@ -24,7 +24,7 @@ from reft.wire.process import stat_of
 from reft.wire.slot_format import PAGE
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import epochs, leasing, parity, rounds
+from reft_daemon.jobs import epochs, leasing, parity, rounds, slot_reads
 from reft_daemon.jobs.capsule_replication import node_placement
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
@@ -134,6 +134,7 @@ def play(monkeypatch) -> Callable[..., None]:
 
             monkeypatch.setattr(rounds, "note_guarded", lambda job, step: nodes.guarded.append((index[id(job)], step)))
             monkeypatch.setattr(rounds, "note_unguarded", note_unguarded)
+            monkeypatch.setattr(slot_reads, "living_ranks", lambda job: job.ranks)
             try:
                 await asyncio.wait_for(act(nodes), 100)
             finally:
@@ -255,6 +256,26 @@ def test_what_is_lost_of_the_protected_step_is_noted_once(play):
             await asyncio.sleep(0)
         assert [(node, lane.step, lane.lane) for node, lane in nodes.unguarded] == [(0, 1, 0), (1, 1, 0)]
         assert "parity" in nodes.unguarded[0][1].words and "slot of rank 1" in nodes.unguarded[1][1].words
+
+    play(act)
+
+
+def test_a_node_without_trainers_does_not_demote_the_protected_step(play, monkeypatch):
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        for name in list(nodes.jobs[0].slots.parity):
+            nodes.jobs[0].arena.free(nodes.jobs[0].slots.parity.pop(name))
+        with monkeypatch.context() as patch:
+            patch.setattr(slot_reads, "living_ranks", lambda job: [])
+            nodes.pins(turn=-1, protected=1)
+            await asyncio.sleep(0)
+            assert nodes.unguarded == []
+        nodes.services[0].wake(nodes.jobs[0])
+        await asyncio.sleep(0)
+        assert [(node, lane.step) for node, lane in nodes.unguarded] == [(0, 1)]
 
     play(act)
 
