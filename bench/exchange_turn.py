@@ -471,6 +471,7 @@ def measure_steps(cores: set[int], layers: int, rounds: int, steps: int) -> Step
         batch = 8
         while median(block(ranks["none"], batch, 3)[0]) < STEP_S and batch < ROWS_MAX:
             batch *= 2
+        print(f"a batch has {batch} rows", file=sys.stderr, flush=True)
         block(ranks["auto"], batch, 3)
         daemons.await_protected()
         before, before_s = daemons.turns(), daemons.mover_cpu_s()
@@ -485,6 +486,11 @@ def measure_steps(cores: set[int], layers: int, rounds: int, steps: int) -> Step
             daemons.await_protected()
             measured.on_s += time.perf_counter() - began
             measured.daemons_s["on"].append(daemons.cpu_s() - used_s)
+            print(
+                f"step: {median(measured.off[-1]):.3f} s, with turns {median(seconds):.3f} s",
+                file=sys.stderr,
+                flush=True,
+            )
         measured.cpu_s = daemons.mover_cpu_s() - before_s
         for old, turns in zip(before, daemons.turns(), strict=True):
             measured.turns += turns[len(old) :]
