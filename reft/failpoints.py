@@ -8,9 +8,9 @@ Each entry is NAME:ACTION[:key=value…]. ACTION is one of
     raise  raises InjectedFault
     drop   the caller does not send the message
 
-`after=n` ignores the first n hits. `from` and `until` bound the step. Any other key must equal the
-fact of that name (rank, epoch, step, …) that the code passes at the point. A point without an entry
-costs one dictionary look-up.
+`after=n` ignores the first n hits, `times=n` the hits after it has fired n times. `from` and `until`
+bound the step. Any other key must equal the fact of that name (rank, epoch, step, …) that the code
+passes at the point. A point without an entry costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class InjectedFault(ReftError):
 class _Entry:
     action: str
     after: int = 0
+    times: int = 1 << 62
     first_step: int = 0
     last_step: int = 1 << 62
     match: dict[str, int] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class _Entry:
         if not self.first_step <= facts.get("step", self.first_step) <= self.last_step:
             return False
         self.hits += 1
-        return self.hits > self.after
+        return self.after < self.hits <= self.after + self.times
 
 
 class Failpoints:
@@ -84,7 +85,7 @@ class Failpoints:
 
 def _parse(action: str, options: list[str]) -> _Entry:
     entry = _Entry(action)
-    names = {"after": "after", "from": "first_step", "until": "last_step"}
+    names = {"after": "after", "times": "times", "from": "first_step", "until": "last_step"}
     for option in options:
         key, _, value = option.partition("=")
         if not value.isdigit():

@@ -192,7 +192,7 @@ async def serve(settings: DaemonSettings) -> None:
         log.info("oom_score_adj stays %d: only CAP_SYS_RESOURCE may lower it to %d", oom_score(), OOM_SCORE)
     socket_keeper = SocketKeeper(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
-    arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
+    arena = Arena(settings.folder, settings.memory_bytes, settings.spare, failpoints)
     tcp_server = grpc_server.server(must_say_protocol=True)
     addresses = _addresses(tcp_server, settings, arena)
     own_addresses = {*addresses, _socket_address(settings)}

@@ -116,9 +116,9 @@ class Run:
         self.protected = max([self.protected, *(s.exchange.protected for s in statuses if s.HasField("exchange"))])
         return self.protected >= 0
 
-    def start(self, failpoints: str = "", seal_at: int = 0) -> Ranks:
+    def start(self, failpoints: str = "", *seal_at: int) -> Ranks:
         options = {"example": self.example.name, "records": str(self.folder), "per_node": self.example.per_node}
-        options["seal_at"] = [seal_at] if seal_at else []
+        options["seal_at"] = [step for step in seal_at if step]
         environment = self.environment if self.nodes else {"REFT_MODE": "off"}
         spec = Spec("", steps=self.example.steps, failpoints=failpoints, environment=environment, options=options)
         daemons = [self.nodes[self.node_of(rank)].address for rank in range(self.example.world)] if self.nodes else []

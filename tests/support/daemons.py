@@ -147,9 +147,9 @@ class Site:
     def __init__(self) -> None:
         self.daemons: list[DaemonProcess] = []
 
-    def add(self, count: int) -> list[DaemonProcess]:
-        """Adds new, empty nodes."""
-        made = [DaemonProcess("--listen", "127.0.0.1:0") for _ in range(count)]
+    def add(self, count: int, *flags: str, environment: dict[str, str] | None = None) -> list[DaemonProcess]:
+        """Adds new, empty nodes, with further flags and changes to their environment."""
+        made = [DaemonProcess("--listen", "127.0.0.1:0", *flags, environment=environment) for _ in range(count)]
         self.daemons += made
         return made
 

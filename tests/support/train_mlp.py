@@ -131,8 +131,10 @@ def train(spec: dict[str, Any]) -> None:
     arguments = {key: options[key] for key in ("slots", "every", "protect", "tolerate") if key in options}
     if options.get("odd_rank") == rank:
         arguments["tolerate"] = 2
+    # With options["own"] no leaf has a replica: the names of all leaves differ by rank.
+    held = torch.nn.ModuleDict({f"rank{rank}": wrapped}) if options.get("own") else wrapped
     session = reft.attach(
-        wrapped, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments
+        held, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments
     )
     began, losses, longest = session.step, [], 0.0
     step_s, mark_began = 0.0, time.monotonic()

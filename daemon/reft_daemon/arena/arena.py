@@ -37,6 +37,7 @@ from reft.core.budget import MemoryLimit, refusal
 from reft.core.commit.version import Version
 from reft.core.membership.job_identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
+from reft.failpoints import Failpoints
 from reft.wire.messages import MANIFEST_MAX
 from reft.wire.shm import advise, map_file
 from reft.wire.slot_format import PAGE, READABLE, Bytes, Geometry, SlotMap, UnknownFormat
@@ -157,13 +158,20 @@ class Arena:
         folder: made if it is missing.
         budget_bytes: --memory; 0 means that only the machine limits the arena.
         spare: see `reft_daemon.arena.pool`.
+        failpoints: let tests end this daemon between a record and what follows.
 
     Raises:
         ConfigError: the folder can't be used, or holds files that no arena has made.
         AttachError: another daemon uses the folder.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int, spare: SpareFiles = SpareFiles()) -> None:  # noqa: B008  frozen
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int,
+        spare: SpareFiles = SpareFiles(),  # noqa: B008  frozen
+        failpoints: Failpoints | None = None,
+    ) -> None:
         self.folder = claim_folder(folder)
         if foreign := _foreign_name(folder):
             raise ConfigError(
@@ -171,6 +179,7 @@ class Arena:
                 "name an empty folder of a tmpfs, or a new one",
             )
         self.budget_bytes = budget_bytes
+        self._failpoints = failpoints or Failpoints()
         self.held_bytes = 0
         # held while slots are made: one request at a time checks for free memory and takes it
         self.allocation_lock = asyncio.Lock()
@@ -230,6 +239,8 @@ class Arena:
         A reader sees the whole old record or the whole new one.
         """
         self.write_file(record.manifest.job, "record", record.SerializeToString())
+        if record.HasField("pins"):
+            self._failpoints.hit("record.pins", step=record.pins.protected, epoch=record.decision.epoch.counter)
 
     def write_file(self, job: str, name: str, data: bytes) -> Path:
         """Writes a small file into the job's folder.

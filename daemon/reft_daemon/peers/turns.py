@@ -33,6 +33,7 @@ from reft.core.commit.parity_slots import choose_buffer
 from reft.core.commit.pins import UnguardedLane
 from reft.core.commit.version import Version
 from reft.errors import AttachError, ReftError
+from reft.failpoints import Failpoints
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -87,12 +88,16 @@ class TurnService:
         peers: channels to other daemons.
         mover: moves the bytes.
         bulk_host: where other nodes reach the mover; empty: at the address of this daemon.
+        failpoints: let tests lose the requests of tickets, and end this daemon in a turn.
     """
 
-    def __init__(self, peers: PeerChannels, mover: Mover, bulk_host: str = "") -> None:
+    def __init__(
+        self, peers: PeerChannels, mover: Mover, bulk_host: str = "", failpoints: Failpoints | None = None
+    ) -> None:
         self._peers = peers
         self._mover = mover
         self._bulk_host = bulk_host
+        self._failpoints = failpoints or Failpoints()
         self._turns: dict[str, JobTurn] = {}
         self._rates: dict[str, float] = {}  # job → bytes per second of its last turn
         self._protected: dict[str, tuple[Version, float]] = {}  # job → what is protected, and since when
@@ -296,7 +301,7 @@ class TurnService:
             folded = len(batch)
             try:
                 pull = RangePull(
-                    *(await self._ticket(job, node)), turn.version, rank, batch,
+                    *(await self._ticket(job, node, turn.version)), turn.version, rank, batch,
                     (lane.code.k, lane.f), lane.column_of(source, local.member), lane.block_bytes,
                 )  # fmt: skip
                 await writer.pull(pull, FRAME_S * (len(batch) + 2))
@@ -317,7 +322,9 @@ class TurnService:
             if ranges and reason:
                 await asyncio.sleep(RETRY_S)
 
-    async def _ticket(self, job: JobRecord, node: pb.Node) -> tuple[MoverAddress, bytes]:
+    async def _ticket(self, job: JobRecord, node: pb.Node, version: Version) -> tuple[MoverAddress, bytes]:
+        if self._failpoints.hit("turn.ticket", step=version.step, epoch=version.epoch.counter):
+            raise ConnectionError("a failpoint loses the request of a ticket")
         request = pb.OpenBulkRequest(job=job.id, epoch=messages.epoch_to(job.epoch))
         token = job.record.manifest.token
         reply = await self._peers.call(node, token, pb_grpc.PeerStub, "OpenBulk", request, TICKET_DEADLINE_S)
