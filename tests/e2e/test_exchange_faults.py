@@ -199,23 +199,20 @@ def cramped() -> Iterator[DaemonProcess]:
 
 
 def test_parity_in_memfds_ends_with_its_daemon_and_is_made_again(site, cramped, plain):
-    nodes = [*site.add(1), cramped, *site.add(1)]
-    trainers = begin(nodes, pause_at=[40])
+    held_off = {"REFT_FAILPOINTS": f"turn.ticket:drop:from={P + 1}"}
+    nodes = [*site.add(1), cramped, *site.add(1, environment=held_off)]
+    trainers = begin(nodes, pause_at=[20])
     assert cramped.status("job").backing == "memfd"
     cramped.kill()
     cramped.start()
-    try:
-        until(lambda: protected(nodes[0]) == -1, 8, what="the end of the protection")
-    except AssertionError:
-        print(cramped.log.read_text()[-4000:])
-        for n in nodes:
-            print(n.status("job"))
-        print(nodes[0].log.read_text()[-3000:])
-        raise
+    trainers.let_go(P)
+    trainers.wait_for(20)
+    until(lambda: protected(nodes[0]) == -1, what="the end of the protection")
     _, document = asked(nodes[0], "status")
     assert document["jobs"][0]["exchange"]["protected_step"] is None
-    trainers.let_go(P)
-    trainers.wait_for(40)
+    nodes[2].kill()
+    nodes[2].environment = {}
+    nodes[2].start()
     await_protected(nodes, P + 1)
     reached = protected(nodes[0])
     trainers.kill()

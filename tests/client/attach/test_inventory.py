@@ -45,7 +45,7 @@ def test_a_given_up_node_is_asked_once_if_no_newer_version_is_known(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "later, heard, silent", [("answers", ["a", "b", "d"], ("c",)), ("silent", ["a", "d"], ("c", "b"))]
+    "later, heard, silent", [("answers", ["a", "b", "d"], ("c",)), ("silent", ["a", "d"], ("b", "c"))]
 )
 def test_a_given_up_node_is_asked_again_if_a_newer_version_may_exist(monkeypatch, later, heard, silent):
     answers = {"b": ["brief", later], "c": ["silent"], "d": ["answers brief"]}
