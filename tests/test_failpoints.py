@@ -20,6 +20,11 @@ def test_without_entries_nothing_happens():
     assert not Failpoints(DROP).hit("other.point")
 
 
+def test_a_failpoint_fires_a_number_of_times():
+    failpoints = Failpoints(f"{DROP}:after=1:times=2")
+    assert [failpoints.hit("round.send") for _ in range(5)] == [False, True, True, False, False]
+
+
 def test_drop_returns_true():
     assert Failpoints(DROP).hit("round.send")
 

@@ -76,9 +76,7 @@ def asked(daemon: DaemonProcess, *command: str) -> tuple[int, Any]:
 
 
 def await_no_trainer(nodes: list[DaemonProcess]) -> None:
-    until(
-        lambda: not any(rank.alive for node in nodes for rank in node.status("job").ranks), what="the trainers' end"
-    )
+    until(lambda: not any(rank.alive for node in nodes for rank in node.status("job").ranks), what="the trainers' end")
 
 
 def test_a_node_lost_before_a_step_is_protected_takes_the_job_back_to_the_guard(plain, site, tmp_path):

@@ -133,9 +133,7 @@ def train(spec: dict[str, Any]) -> None:
         arguments["tolerate"] = 2
     # With options["own"] no leaf has a replica: the names of all leaves differ by rank.
     held = torch.nn.ModuleDict({f"rank{rank}": wrapped}) if options.get("own") else wrapped
-    session = reft.attach(
-        held, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments
-    )
+    session = reft.attach(held, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments)
     began, losses, longest = session.step, [], 0.0
     step_s, mark_began = 0.0, time.monotonic()
     for step in session.steps(spec["steps"]):

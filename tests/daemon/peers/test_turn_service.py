@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import tempfile
@@ -204,6 +205,85 @@ def test_a_lane_that_survives_two_losses_gets_its_parity_from_many_tickets(play,
         assert moved == 2 * sum(nodes.lane.sent_bytes(source) for source in range(5))
 
     play(act, [9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK, 4 * CHUNK + 5, 9 * CHUNK], 3)
+
+
+class Wire:
+    """Forwards one connection to a mover, and disturbs what the mover sends.
+
+    Args:
+        port: of the mover.
+        disturb: receives each piece, and its number; returns the bytes in its place; None cuts.
+    """
+
+    def __init__(self, port: int, disturb: Callable[[bytes, int], bytes | None]) -> None:
+        self._port, self._disturb = port, disturb
+
+    async def open(self) -> int:
+        """Returns the port of the wire."""
+        self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._server.close()
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+
+        async def requests() -> None:
+            while data := await reader.read(1 << 16):
+                far_writer.write(data)
+            far_writer.close()
+
+        task = asyncio.ensure_future(requests())
+        with contextlib.suppress(ConnectionError):
+            number = 0
+            while data := await far_reader.read(CHUNK // 4):
+                number += 1
+                disturbed = self._disturb(data, number)
+                if disturbed is None:
+                    break
+                writer.write(disturbed)
+                await writer.drain()
+        task.cancel()
+        for each in (writer, far_writer):
+            each.close()
+
+
+FAULTS: dict[str, Callable[[bytes], bytes | None]] = {
+    "cut": lambda data: None,
+    "flipped": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "repeated": lambda data: data + data,
+    "reordered": lambda data: data[len(data) // 2 :] + data[: len(data) // 2],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_disturbed_connection_delays_a_turn_and_changes_no_parity(play, monkeypatch, fault):
+    """Each source's first connections are disturbed, each at a later piece."""
+    monkeypatch.setattr(turns, "RETRY_S", 0.0)
+    monkeypatch.setattr("reft.core.coding.exchange.RANGE_MAX", CHUNK)
+    wires = 0
+
+    async def act(nodes: Nodes) -> None:
+        real = nodes.call
+
+        async def call(node: pb.Node, *arguments: object) -> pb.OpenBulkReply:
+            nonlocal wires
+            reply = await real(node, *arguments)
+            wires += 1
+            if wires > 24:
+                return reply
+            at = 1 + wires // 3
+            disturb = lambda data, number: FAULTS[fault](data) if number == at else data  # noqa: E731
+            return pb.OpenBulkReply(port=await Wire(reply.port, disturb).open(), ticket=reply.ticket)
+
+        monkeypatch.setattr(nodes, "call", call)
+        await nodes.attach()
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        nodes.check_parity(1)
+        assert not nodes.unguarded and wires > 12, "connections were asked for again"
+
+    play(act)
 
 
 def test_a_turn_that_ends_early_leaves_its_slot_for_the_next_one(play, monkeypatch):
