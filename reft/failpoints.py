@@ -8,9 +8,9 @@ Each entry is NAME:ACTION[:key=value…]. ACTION is one of
     raise  raises InjectedFault
     drop   the caller does not send the message
 
-`after=n` ignores the first n hits, `times=n` the hits after it has fired n times. `from` and `until`
-bound the step. Any other key must equal the fact of that name (rank, epoch, step, …) that the code
-passes at the point. A point without an entry costs one dictionary look-up.
+`after=n` ignores the first n hits. `times=n` ignores the hits after the entry has fired n times.
+`from` and `until` bound the step. Any other key must equal the fact of that name (rank, epoch,
+step, …) that the code passes at the point. A point without an entry costs one dictionary look-up.
 """
 
 from __future__ import annotations

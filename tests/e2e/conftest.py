@@ -8,7 +8,10 @@ import pytest
 
 # Each of these files shares one run, or one daemon, among its tests. Tests of all other files
 # are distributed one by one.
-KEPT_TOGETHER = ("test_crash_points.py", "test_daemon_faults.py", "test_demo.py", "test_moves.py", "test_traffic.py")
+KEPT_TOGETHER = (
+    "test_crash_points.py", "test_daemon_faults.py", "test_demo.py", "test_exchange_faults.py", "test_moves.py",
+    "test_traffic.py",
+)  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -82,7 +82,7 @@ def record_of(node: DaemonProcess) -> pb.JobRecord:
     ("node", "failpoint"),
     [
         pytest.param(1, f"turn.ticket:kill:from={P + 1}:after=1", id="in a turn"),
-        pytest.param(0, f"turn.ticket:kill:from={P + 1}:after=1", id="coordinator in a turn"),
+        pytest.param(0, f"turn.ticket:kill:from={P + 1}:after=1", id="coordinator in a turn", marks=pytest.mark.chaos),
         pytest.param(0, f"record.pins:kill:from={P + 1}", id="coordinator before it announces"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_node_that_comes_back_with_old_parity(site, plain):
 
 
 def test_parity_of_a_foreign_history_is_never_used(site, plain):
-    """Another run with the same name has protected the same step of another state, on other nodes."""
+    """Another run of the same name has protected the same step, of another state, elsewhere."""
     nodes, foreign = site.add(3), site.add(3)
     begin(nodes).kill()
     begin(foreign, seed=5).kill()

@@ -94,7 +94,7 @@ def test_a_turn_sends_the_bytes_of_the_formula(network):
 
 
 def assert_nothing_exchanged(nodes: Sequence[DaemonProcess]) -> int:
-    """Fails if a node has a mover, parity or a fourth slot, or sends more than without the exchange.
+    """Fails if a node has a mover, parity or a fourth slot, or sends bytes of the state.
 
     Returns the bytes that a node may send uncounted.
     """

@@ -189,7 +189,9 @@ def _add(survey: JobSurvey, reply: pb.SurveyReply) -> tuple[JobSurvey, list[pb.N
     answers = {each.node.id: each.reply for each in reply.nodes if is_itself(each)}
     missing = [each for each in reply.nodes if not each.HasField("reply")]
     asked = {each.node.name for each in reply.nodes}
-    silent = tuple(sorted((*(name for name in survey.silent if name not in asked), *(each.node.name for each in missing))))
+    silent = tuple(
+        sorted((*(name for name in survey.silent if name not in asked), *(each.node.name for each in missing)))
+    )
     others = (each.node.name for each in reply.nodes if each.HasField("reply") and not is_itself(each))
     replies, emptied = {**survey.replies, **answers}, (*survey.emptied, *others)
     again = [each.node for each in missing if each.brief]
