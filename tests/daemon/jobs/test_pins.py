@@ -20,6 +20,7 @@ from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
 from reft_daemon.jobs import epochs, leasing, rounds
+from reft_daemon.jobs.capsule_replication import NodePlacement
 from reft_daemon.jobs.changes import ChangeKind, ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from tests.daemon.jobs.test_capsules import all_whole, copies, held_job, seal
@@ -49,7 +50,7 @@ def coordinator(arena: Arena) -> JobRecord:
     """Returns a job on its coordinator: rank 0 trains here, rank 1 on node 1, in one lane."""
     request = decide_request(1)
     job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue(), guard_lanes=(LANE,))
-    epochs.decide(job, request, [])
+    epochs.decide(job, request, [], NodePlacement(guard_lanes=(LANE,)))
     return job
 
 
