@@ -40,7 +40,7 @@ def arena() -> Iterator[Arena]:
 
 def decide_request(counter: int, base: Version | None = None, guard: Version | None = None) -> pb.DecideRequest:
     nodes = [pb.Node(name="n", id="n", ranks=[0]), pb.Node(name="o", id="o", ranks=[1])]
-    manifest = pb.Manifest(job="job", world=2, nodes=nodes, slots=4)
+    manifest = pb.Manifest(job="job", world=2, nodes=nodes, slots=4, chunk_bytes=4096)
     return pb.DecideRequest(
         manifest=manifest, decision=messages.decision_to(Decision(epoch_of(counter), base, (), guard))
     )
