@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from reft.wire.v1 import daemon_pb2 as pb
@@ -26,6 +27,7 @@ from tests.support.trainers import Spec, Trainers, run
 
 STEPS = 60
 OWN: dict[str, Any] = {"own": True, "apart": True, "width": 256}
+SLOW: dict[str, Any] = {"step_s": 0.02}  # so that some steps become whole before the next pause
 P = 10  # the step that is protected before the fault
 LONG_DEADLINE = {"REFT_RPC_DEADLINE_S": "60"}  # a step that waits for a call would last until then
 WAIT_S = 3.0  # even on busy cores no step takes this long without waiting
@@ -89,7 +91,7 @@ def record_of(node: DaemonProcess) -> pb.JobRecord:
 )
 def test_a_daemon_killed_in_a_turn_goes_on_after_its_restart(site, plain, node, failpoint):
     nodes = [site.add(1, environment={"REFT_FAILPOINTS": failpoint if i == node else ""})[0] for i in range(3)]
-    trainers = begin(nodes, pause_at=[40])
+    trainers = begin(nodes, pause_at=[40], **SLOW)
     trainers.let_go(P)
     nodes[node].process.wait(60)
     trainers.wait_for(40)
@@ -108,16 +110,22 @@ def test_a_daemon_killed_in_a_turn_goes_on_after_its_restart(site, plain, node, 
     assert lose(site, nodes, 2, plain) >= reached
 
 
+def is_stopped(node: DaemonProcess) -> bool:
+    return psutil.Process(node.process.pid).status() == psutil.STATUS_STOPPED
+
+
 def stand(site: Site, plain: list[dict[str, Any]], *pauses: int, **options: Any) -> None:
-    """Trains to the last pause while a daemon stands in a turn, then lets it go on."""
+    """Trains to the last pause while a daemon stands in a turn, then lets it go on.
+
+    At the first pause a step is whole, and its turn stops the daemon.
+    """
     failpoint = {"REFT_FAILPOINTS": f"turn.ticket:stop:from={P + 1}:after=1:times=1"}
     nodes = [*site.add(1), *site.add(1, environment=failpoint), *site.add(1)]
     trainers = begin(nodes, pause_at=pauses, **options)
     for before, pause in itertools.pairwise((P, *pauses)):
         trainers.let_go(before)
         trainers.wait_for(pause)
-    stat = Path(f"/proc/{nodes[1].process.pid}/stat").read_text()
-    assert stat.rpartition(")")[2].split()[0] == "T", "the daemon stands in a turn"
+        until(lambda: is_stopped(nodes[1]), what="the daemon's stop in a turn")
     assert [protected(nodes[0]), protected(nodes[2])] == [P, P]
     nodes[1].kill(signal.SIGCONT)
     await_protected(nodes, P + 1)
@@ -129,12 +137,12 @@ def stand(site: Site, plain: list[dict[str, Any]], *pauses: int, **options: Any)
 
 
 def test_no_step_waits_for_a_daemon_that_stands_in_a_turn(site, plain):
-    stand(site, plain, STEPS - 1)
+    stand(site, plain, 20, STEPS - 1, **SLOW)
 
 
 @pytest.mark.soak
 def test_no_step_waits_for_a_daemon_that_stands_in_a_turn_for_two_minutes(site, plain):
-    stand(site, plain, STEPS // 2, STEPS - 1, step_s=SOAK_S / (STEPS - 1 - P))
+    stand(site, plain, 20, 40, STEPS - 1, step_s=SOAK_S / (STEPS - 1 - P))
 
 
 def test_a_node_that_comes_back_with_old_parity(site, plain):
