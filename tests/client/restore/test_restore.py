@@ -172,7 +172,7 @@ def test_slots_of_this_node_are_mapped_and_closed_and_others_are_read_there():
         capsule=lambda *key: key,
     )  # fmt: skip
     channels: list[grpc.Channel] = []
-    opener = SlotOpener(SimpleNamespace(take=mapped, pins_for=None), remote)
+    opener = SlotOpener(SimpleNamespace(take=mapped, pins_for=None, rank=0), remote)
     near, far = (HeldSlot(node, rank, f"slot-{rank}", SlotState.SEALED, base) for rank, node in enumerate("ab"))
     assert [opener.slot(near), opener.slot(far)] == ["map of slot-0", "far slot-1"]
     plan = RecoveryPlan(base, {}, {3: HeldCapsule("b", 3, base, 0)})

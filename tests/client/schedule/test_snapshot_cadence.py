@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reft.client.snapshot.round_view import RoundView
+from reft.client.snapshot.round_view import KeptVersions, RoundView
 from reft.core.commit.lag_backoff import MEMORY, OutcomeDelays
 from reft.core.commit.snapshot_interval import PRIOR_S, FailureHistory, is_due
 from reft.core.recovery.inventory import Inventory
@@ -133,7 +133,7 @@ def test_while_the_round_lags_some_due_steps_are_skipped(attach, monkeypatch, ca
     model, optimizer = make()
     session = attach(model, optimizer, every=3)
     snapshots = session._window.snapshots
-    monkeypatch.setattr(RoundView, "whole_step", -1)
+    monkeypatch.setattr(RoundView, "kept", KeptVersions(None, frozenset()))
     taken = spied(session, monkeypatch)
     for _ in session.steps(200):
         step_once(model, optimizer)
@@ -151,15 +151,15 @@ def test_while_the_round_lags_some_due_steps_are_skipped(attach, monkeypatch, ca
 def test_seal_takes_a_step_that_was_left_out(attach, monkeypatch):
     model, optimizer = make()
     session = attach(model, optimizer)
-    snapshots, known = session._window.snapshots, RoundView.whole_step
+    snapshots, known = session._window.snapshots, RoundView.kept
     sealed = []
     for step in session.steps(60):
         if step == 50:
-            monkeypatch.setattr(RoundView, "whole_step", -1)
+            monkeypatch.setattr(RoundView, "kept", KeptVersions(None, frozenset()))
             snapshots.reporter._undecided.delays = OutcomeDelays(50, (30,) * MEMORY)
         if step == 53:
             assert snapshots._left_out[0].step == 53
-            monkeypatch.setattr(RoundView, "whole_step", known)
+            monkeypatch.setattr(RoundView, "kept", known)
             sealed.append(session.seal(timeout=60))
         step_once(model, optimizer)
     assert (sealed[0].whole, sealed[0].step) == (True, 53)

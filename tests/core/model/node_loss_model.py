@@ -43,6 +43,7 @@ from typing import NamedTuple
 from reft.core.coding.placement import Placement, place
 from reft.core.commit import capsules
 from reft.core.commit.decision import Decision
+from reft.core.commit.pins import Pins
 from reft.core.commit.round import Outcome
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
@@ -209,7 +210,7 @@ def kept_on(copies: tuple[Pair, ...], decision: tuple[int, Pair | None], whole: 
     """Returns the capsules that a holder does not drop."""
     versions = {version_of((*pair, SEALED)): pair for pair in copies}
     still = frozenset(step for step in range(whole + 1, voids.bit_length()) if not voids >> step & 1)
-    outcome = Outcome(whole if whole else -1, voids.bit_length() - 1, still)
+    outcome = Outcome(Pins(whole=whole if whole else -1), voids.bit_length() - 1, still)
     gone = capsules.capsules_to_drop(set(versions), decision_of(decision), outcome)
     return tuple(sorted(pair for version, pair in versions.items() if version not in gone))
 
