@@ -158,14 +158,14 @@ class GuardLane:
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
     def piece_of(self, source: int, holder: int) -> int:
-        """Returns the number of the piece of a source that a holder keeps; from k on it is coded.
+        """Returns the number of a source's piece at a holder; coded from k on.
 
         Source and holder are indices of `members`.
         """
         return (holder - source - 1) % self.D
 
     def piece_range(self, source: int, piece: int) -> tuple[int, int]:
-        """Returns begin and end of a piece in its source's section, or behind it if it is coded.
+        """Returns begin and end of a piece in its source's section; behind it if coded.
 
         The zeros behind the section are left out. A block of a coded piece is left out if it is
         zeros, and the end of its last block if the piece is the plain XOR of the others.

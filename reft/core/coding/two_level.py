@@ -99,13 +99,13 @@ def fold_piece(outer: ErasureCode, column: int, frame: Bytes, parity: Bytes, at:
 
 
 def _packets(data: Bytes, w: int, block_bytes: int) -> Bytes:
-    """Returns a view [blocks, w, bytes of a packet]; with one packet the blocks do not matter."""
+    """Returns a view [blocks, w, bytes of a packet]; one packet needs no blocks."""
     return data.reshape(1, 1, -1) if w == 1 else data.reshape(-1, w, block_bytes // w)
 
 
 @functools.lru_cache(maxsize=256)
 def _targets(outer: ErasureCode, column: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Returns, for each parity, pairs of a packet of the column and a packet of the parity."""
+    """Returns, for each parity, pairs of packets: of the column, of the parity."""
     return tuple(
         tuple((packet, into) for into, terms in enumerate(table) for shard, packet in sorted(terms) if shard == column)
         for table in outer.parity
@@ -116,7 +116,7 @@ def _targets(outer: ErasureCode, column: int) -> tuple[tuple[tuple[int, int], ..
 def section_program(
     D: int, f: int, lost: tuple[int, ...], holders: tuple[int, ...], made: tuple[tuple[int, int], ...]
 ) -> XorProgram:
-    """Returns the program that makes pieces of lost members, from one block of all that is left.
+    """Returns the program that makes pieces of lost members from what is left.
 
     Its packets are (`piece_shard` or `parity_shard`, unit). The inputs are plain pieces of members
     that are not lost, and parity of `holders`.

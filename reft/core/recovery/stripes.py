@@ -239,7 +239,7 @@ def _section_offsets(placement: Placement, guard: GuardLane) -> list[int]:
 
 
 def _pieces(placement: Placement, number: int, member: int) -> Iterator[SectionStripe]:
-    """Yields the stripes of a lost member's pieces that are not empty, of a lane with f = 1."""
+    """Yields the stripes of a lost member's pieces, if f = 1; no empty ones."""
     guard = placement.guard_lanes[number]
     sections, old = _section_offsets(placement, guard), guard.members[member]
     form = guard.D * guard.k * guard.piece_bytes, guard.members, guard.code, guard.piece_bytes
@@ -266,7 +266,7 @@ def _input(guard: GuardLane, source: int, holder: int, section: int) -> ShardSou
 def _blocks(
     placement: Placement, number: int, members: Collection[int], have: Collection[int]
 ) -> Iterator[SectionStripe]:
-    """Yields a stripe for each block of the lost members' pieces, of a lane with f > 1."""
+    """Yields a stripe for each block of lost members' pieces, if f > 1."""
     guard = placement.guard_lanes[number]
     D, f, w, size = guard.D, guard.f, units(guard.D, guard.f), guard.block_bytes
     sections = _section_offsets(placement, guard)
