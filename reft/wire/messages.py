@@ -178,11 +178,14 @@ def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
 
 
 def pins_to(pins: Pins) -> pb.Pins:
-    return pb.Pins(seq=pins.seq, whole=pins.whole, turn=pins.turn, protected=pins.protected)
+    whole, turn, protected = (step if step >= 0 else None for step in (pins.whole, pins.turn, pins.protected))
+    return pb.Pins(seq=pins.seq, whole=whole, turn=turn, protected=protected)
 
 
 def pins_from(message: pb.Pins) -> Pins:
-    return Pins(message.seq, message.whole, message.turn, message.protected)
+    whole = message.whole if message.HasField("whole") else -1
+    turn = message.turn if message.HasField("turn") else -1
+    return Pins(message.seq, whole, turn, message.protected if message.HasField("protected") else -1)
 
 
 def guard_report_to(report: GuardReport) -> pb.GuardReport:

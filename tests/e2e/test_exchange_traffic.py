@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.core.coding.exchange import GUARD_LOSSES
 from tests.e2e.test_example_losses import DEADLINE_S, Example, Run
 from tests.e2e.test_traffic import BEAT_FRAMES, sent_by
 from tests.support.daemons import DaemonProcess, until
@@ -88,7 +87,7 @@ def test_a_turn_sends_the_bytes_of_the_formula(network):
     (before, own_before, _, turns_before), (after, own_after, _, turns_after) = counts
     turns, steps = turns_after - turns_before, UPTO - FROM
     assert turns >= 2
-    owed = turns * D * SECTION * (D - 1) // (D - GUARD_LOSSES)
+    owed = turns * D * SECTION
     own = own_after - own_before + steps * STEP_BYTES + turns * D * (D - 1) * PULL_BYTES
     assert owed <= after - before <= (owed + own) * (1 + PACKETS)
 

@@ -240,7 +240,8 @@ class Arena:
         """
         self.write_file(record.manifest.job, "record", record.SerializeToString())
         if record.HasField("pins"):
-            self._failpoints.hit("record.pins", step=record.pins.protected, epoch=record.decision.epoch.counter)
+            protected = record.pins.protected if record.pins.HasField("protected") else -1
+            self._failpoints.hit("record.pins", step=protected, epoch=record.decision.epoch.counter)
 
     def write_file(self, job: str, name: str, data: bytes) -> Path:
         """Writes a small file into the job's folder.
