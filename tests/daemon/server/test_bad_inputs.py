@@ -232,7 +232,7 @@ def test_a_report_without_a_lease_is_refused(shared, job):
 
 def test_reports_of_decided_steps_change_nothing(shared, job):
     job.lease(1)
-    assert job.report(0, {3: StepAnswer.SEALED}).pins.whole == -1
+    assert not job.report(0, {3: StepAnswer.SEALED}).pins.HasField("whole")
     assert job.report(1, {3: StepAnswer.SEALED}).pins.whole == 3
     assert job.report(0, {3: StepAnswer.SEALED}).pins.whole == 3  # sealed twice
     # another answer for a decided step changes nothing

@@ -240,7 +240,7 @@ def test_a_connection_follows_the_job_of_its_newest_report(run):
 def test_a_report_is_answered_after_its_requested_wait(run):
     async def scenario(place: Place) -> None:
         trainer = place.caller()
-        assert (await trainer.ask(report(1, wait_ms=0))).report.pins.whole == -1
+        assert not (await trainer.ask(report(1, wait_ms=0))).report.pins.HasField("whole")
         began = asyncio.get_running_loop().time()
         await trainer.send(report(2, wait_ms=100))
         assert (await trainer.ask(report(3, wait_ms=300))).calls == 1
@@ -288,7 +288,7 @@ def test_the_daemon_does_not_read_from_a_caller_that_does_not_read(run):
         for _ in range(count):
             assert (await greedy.reply()).caller.pid == os.getpid()
         await sending
-        assert (await greedy.ask(report(1, wait_ms=0))).report.pins.whole == -1, "after all earlier requests"
+        assert not (await greedy.ask(report(1, wait_ms=0))).report.pins.HasField("whole"), "after all earlier requests"
 
     run(scenario)
 
