@@ -48,7 +48,8 @@ class Moment:
         """Returns the moment of a seed: the kinds take turns, the rest is random."""
         chance = random.Random(f"exchange {example.name} {seed}")
         kind = KINDS[seed % len(KINDS)]
-        return cls(kind, chance.randrange(4), chance.randrange(8, 16), chance.randrange(3), chance.random() < 0.5)
+        step = chance.randrange(8, 16) + (12 if kind == "turn" else 0)  # a mover is to be stopped before
+        return cls(kind, chance.randrange(4), step, chance.randrange(3), chance.random() < 0.5)
 
     @property
     def failpoint(self) -> str:
@@ -87,7 +88,7 @@ def lose_at(nodes: Nodes, moment: Moment) -> tuple[float, int]:
 
     Returns the time of the loss, and the newest step that was announced as protected before.
     """
-    nodes.until(lambda: nodes.protected("job") >= 0, "a protected step")
+    protected = nodes.until(lambda: nodes.protected("job") + 1, "a protected step") - 1
     standing: list[psutil.Process] = []
     if moment.kind == "restore":
         nodes.await_step(moment.step)
@@ -97,11 +98,11 @@ def lose_at(nodes: Nodes, moment: Moment) -> tuple[float, int]:
         assert standing, "a daemon of an exchanging job has a mover"
         for each in standing:
             each.suspend()
-        nodes.until(lambda: in_turn(nodes), "a turn that can't end")
+        nodes.until(lambda: in_turn(nodes) or nodes.stopped(), "a turn that can't end")
     machine: Machine = nodes.await_stop()
     if moment.kind == "between":
         nodes.until(lambda: not in_turn(nodes), "the end of the turn")
-    protected = nodes.protected("job")
+    protected = max(protected, nodes.protected("job"))  # of a new epoch there may be none yet
     nodes.note(f"step {protected} is protected, step {nodes.whole('job')[1]} is whole")
     lost_s = nodes.lose(machine, silently=moment.silently)
     for each in standing:

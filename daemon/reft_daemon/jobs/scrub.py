@@ -126,7 +126,7 @@ def _read_chunks(slot: SlotFile, first: int) -> tuple[int, int, Sequence[str]]:
         FormatError: the leaf table or the capsule is damaged, the slot was freed or cut, or a page
             of its memory has failed.
     """
-    if not first:
+    if not first and not slot.is_parity:  # parity has no leaves and no capsule
         slot.map.table()
         slot.map.capsule()
     size, digests = slot.map.header.geometry.chunk_bytes, slot.map.digests

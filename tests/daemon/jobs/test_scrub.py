@@ -21,6 +21,7 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.scrub import ScrubCounts, SlotProgress, is_idle, next_slot, pause_s, take_turn
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.jobs import epoch_of, write
+from tests.support.parity import fill, memory_slot
 
 OLD, NEW = Version(epoch_of(1), 3), Version(epoch_of(1), 4)
 CHUNK = 4096  # of the slots of `lease_request`
@@ -148,3 +149,17 @@ def test_the_rate_is_bounded():
     assert pause_s(scrub.TURN_BYTES, 3.0) == 3.0, "on a slow machine at most every second moment"
     assert pause_s(0, 0.0) == scrub.NOTHING_S
     assert is_idle(scrub.IDLE_S + 1) and not is_idle(scrub.IDLE_S - 1)
+
+
+def test_parity_is_read_like_a_slot_though_it_has_no_capsule(job):
+    slot = memory_slot("parity-0.slot-0", 0, 2 * CHUNK)
+    fill(slot, NEW, os.urandom(2 * CHUNK))
+    job.slots.add([slot])
+    counts = ScrubCounts()
+    turns(job, counts, 6)
+    assert counts.damaged == 0 and slot.damaged is None
+    slot.damaged = None
+    flip(slot, CHUNK)
+    counts = ScrubCounts()
+    turns(job, counts, 3)
+    assert counts.damaged == 1 and slot.damaged == NEW
