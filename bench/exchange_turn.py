@@ -32,7 +32,7 @@ steps   Two ranks train with FSDP2 and AdamW; each has a daemon and takes a snap
 bytes   D daemons with a rank each make one turn. The bytes that a node received are those in its
         log; memory is what the files of its parity slots have allocated. Beside them stand full
         copies on one peer, with two buffers (Gemini, SOSP '23): S sent and 2 S kept. S is a rank's
-        section. The formulas for f = 1: (D-1)/(D-f) S sent, 2f/(D-f) S kept.
+        section. The formulas: (D-1)/(D-f) S sent, 2f/(D-f) S kept. f is 1, and 2 from six nodes on.
 
 Ends with 1 if a goal is missed. `busy` has no goal, because turns and training then share cores.
 """
@@ -70,7 +70,7 @@ from bench import bulk_ends, common, result
 from bench.common import median, quantile
 from bench.options import count, listed, output
 from bench.result import Row
-from reft.core.coding.exchange import GuardLane, guard_lanes
+from reft.core.coding.exchange import GuardLane, guard_lanes, requested_losses
 from reft.core.commit.version import Epoch, Version
 from reft.wire import rpc
 from reft.wire.slot_format import PAGE, Geometry, chunk_digest
@@ -572,7 +572,8 @@ def measure_turn(members: int, section: int) -> OneTurn:
 
 def turn_rows(members: int, turn: OneTurn) -> list[Row]:
     """Returns bytes and memory of a turn in sections, beside the formulas."""
-    name, sent, kept = f"D = {members}", (members - 1) / (members - 1), 2 / (members - 1)
+    f = requested_losses(members, None)
+    name, sent, kept = f"D = {members}, f = {f}", (members - 1) / (members - f), 2 * f / (members - f)
     received = [nbytes / turn.section for nbytes in turn.received]
     held = [nbytes / turn.section for nbytes in turn.kept]
     limit = kept * PADDING + HEADERS / turn.section
