@@ -233,7 +233,7 @@ class RangeServer:
         if not protocol.receive_into(connection, memoryview(opening), protocol.CONNECT_S):
             return ""
         if not opening.startswith(protocol.MAGIC):
-            raise BrokenConnection("the other side is no mover of reft.")
+            raise BrokenConnection("the other side has not sent the opening of a mover.")
         with self._changed:
             # A dict finds a ticket by its hash. A ticket is random and used once, so the time of
             # this tells nothing that helps.
