@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from reft.config import Config, parse_size
 from reft.core.budget import format_bytes
+from reft.core.coding.turn_pace import NO_LIMIT, BandwidthLimit, automatic_limit, fixed_limit
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.failpoints import Failpoints
 from reft.wire import rpc
@@ -33,6 +34,7 @@ from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.shortage import take_all_descriptors
 from reft_daemon.jobs.scrub import scrub_for_ever
+from reft_daemon.mover.link_speed import interface_of, link_speed
 from reft_daemon.mover.mover import MoverSettings
 from reft_daemon.peers.round_replicator import PeerChannels
 from reft_daemon.rebuild.repair import repair_for_ever
@@ -110,14 +112,11 @@ def mover_settings(settings: DaemonSettings) -> MoverSettings:
 
     Raises:
         ConfigError: `--bulk` is not HOST or HOST:PORT, would send state in plain text, or
-            `--protect-bandwidth` is no rate.
+            `--protect-bandwidth` is neither a rate, nor auto, nor off.
     """
-    rate = settings.protect_bandwidth
-    bytes_per_s = 0 if rate == "auto" else parse_size(rate.removesuffix("/s"))
-    if rate != "auto" and bytes_per_s < RATE_MIN:
-        raise ConfigError(f"--protect-bandwidth {rate} is below {RATE_MIN} bytes/s.", "give e.g. 200M/s, or auto")
     if not settings.bulk:
-        return MoverSettings(settings.host or "127.0.0.1", 0, bytes_per_s, settings.tls)
+        host = settings.host or "127.0.0.1"
+        return MoverSettings(host, 0, bandwidth_limit(settings.protect_bandwidth, host), settings.tls)
     has_port = ":" in settings.bulk.rpartition("]")[2]
     host, _, port = settings.bulk.rpartition(":") if has_port else (settings.bulk, "", "0")
     host = host.strip("[]")
@@ -134,7 +133,29 @@ def mover_settings(settings: DaemonSettings) -> MoverSettings:
             f"--bulk {settings.bulk} is reachable from other hosts, and there is no TLS.",
             "give --tls-cert, --tls-key and --tls-ca; on a network that you trust, --insecure is enough",
         )
-    return MoverSettings(host, int(port), bytes_per_s, settings.tls, host)
+    limit = bandwidth_limit(settings.protect_bandwidth, host)
+    return MoverSettings(host, int(port), limit, settings.tls, host)
+
+
+def bandwidth_limit(flag: str, host: str) -> BandwidthLimit:
+    """Returns what the mover may send.
+
+    Args:
+        flag: `--protect-bandwidth`.
+        host: where the mover listens.
+
+    Raises:
+        ConfigError: the flag is neither a rate, nor auto, nor off.
+    """
+    if flag == "off":
+        return NO_LIMIT
+    if flag == "auto":
+        interface = interface_of(host)
+        return automatic_limit(interface, link_speed(interface))
+    bytes_per_s = parse_size(flag.removesuffix("/s"))
+    if bytes_per_s < RATE_MIN:
+        raise ConfigError(f"--protect-bandwidth {flag} is below {RATE_MIN} bytes/s.", "give e.g. 200M/s, auto or off")
+    return fixed_limit(bytes_per_s)
 
 
 def _is_number(host: str) -> bool:
@@ -416,7 +437,8 @@ async def _refill_spare_files(pool: SparePool) -> None:
 @click.option(
     "--protect-bandwidth",
     default="auto",
-    help="Bytes per second that this node sends at most for the exchange of parity, e.g. 200M/s; auto: no limit.",
+    help="Bytes per second that this node sends at most for the exchange of parity, e.g. 200M/s; off: no limit; auto: a "
+    "tenth of the link, and each turn spread over 30 s, unless it takes less than a second.",
 )
 @click.version_option(__version__)
 def main(

@@ -75,6 +75,11 @@ def local_lanes(job: JobRecord) -> list[LocalLane]:
     ]
 
 
+def sent_bytes(job: JobRecord) -> int:
+    """Returns the bytes that this node sends in a turn."""
+    return sum(local.lane.sent_bytes(local.member) for local in local_lanes(job))
+
+
 def kept_version(job: JobRecord) -> Version | None:
     """Returns the version whose parity stays: the protected one, else the guard."""
     protected = job.round.outcome.pins.protected if job.round is not None else -1

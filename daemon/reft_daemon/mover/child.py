@@ -131,7 +131,7 @@ class CommandServer:
         self._server.offer(job, slots)
 
     def _grant(self, message: ControlMessage, _: Sequence[int]) -> None:
-        self._server.grant(message["job"], bytes.fromhex(message["ticket"]))
+        self._server.grant(message["job"], bytes.fromhex(message["ticket"]), message["pace"])
         self._tell({"done": message["id"]})  # only now may another node use the ticket
 
     def _begin(self, message: ControlMessage, descriptors: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
     daemon                                      mover
       offer   slots of a job, + descriptors ─►    serves these slots
-      grant   ticket of a job ───────────────►    admits one connection with this ticket
+      grant   ticket and pace of a job ──────►    admits one connection with this ticket
       begin   parity slot, + descriptor ─────►    WRITING, zeros
       pull    ranges of one source ──────────►    connects, folds the ranges into the parity slot
       seal    ───────────────────────────────►    digests, SEALED; the parity slot is unmapped

@@ -25,7 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from reft.config import child_environment
+from reft.core.budget import format_bytes
 from reft.core.coding.exchange import PieceSizes
+from reft.core.coding.turn_pace import NO_LIMIT, BandwidthLimit, TurnPace, pace_words, turn_pace
 from reft.core.commit.version import Version
 from reft.errors import AttachError, ReftError
 from reft.wire.tls import Tls
@@ -70,14 +72,14 @@ class MoverSettings(NamedTuple):
     Attributes:
         host: name or address that it binds.
         port: 0: any free one.
-        bytes_per_s: limit on what it sends; 0: none.
+        limit: on what it sends.
         tls: the daemon's certificates; None: plain TCP.
         advertised: what other nodes call instead of the daemon's own host; empty: that host.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
-    bytes_per_s: int = 0
+    limit: BandwidthLimit = NO_LIMIT
     tls: Tls | None = None
     advertised: str = ""
 
@@ -103,6 +105,7 @@ class MoverProcess:
         waiting: command → its answer.
         progress: pull → bytes that it has folded.
         offers: job → what it serves.
+        paces: job → how fast it sends.
     """
 
     process: subprocess.Popen[bytes]
@@ -111,6 +114,7 @@ class MoverProcess:
     waiting: dict[int, asyncio.Future[ControlMessage]] = field(default_factory=dict)
     progress: dict[int, int] = field(default_factory=dict)
     offers: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    paces: dict[str, TurnPace] = field(default_factory=dict)
 
 
 class Mover:
@@ -138,8 +142,17 @@ class Mover:
         """
         return (await self._ensure()).port.result()
 
-    async def grant(self, job: str, slots: Sequence[SourceSlot]) -> tuple[bytes, int]:
+    def pace(self, sent_bytes: int) -> TurnPace:
+        """Returns how fast this node sends so many bytes of a turn."""
+        return turn_pace(self.settings.limit, sent_bytes)
+
+    async def grant(self, job: str, slots: Sequence[SourceSlot], sent_bytes: int = 0) -> tuple[bytes, int]:
         """Offers a job's slots; returns a new ticket to them, and the mover's port.
+
+        Args:
+            job: the job.
+            slots: what is served.
+            sent_bytes: that this node sends in a turn of the job; they decide its pace.
 
         Raises:
             MoverGone: the mover has ended.
@@ -155,8 +168,13 @@ class Mover:
                 offer = {"do": "offer", "job": job, "anew": not first, "slots": fields}
                 await self._send(running, offer, [each.slot.descriptor for each in batch])
             running.offers[job] = key
+        pace = self.pace(sent_bytes)
+        if running.paces.get(job) != pace:
+            running.paces[job] = pace
+            log.info("job=%s a turn sends %s from here, %s", job, format_bytes(sent_bytes), pace_words(pace))
         ticket = secrets.token_bytes(TICKET_BYTES)
-        await self._call(running, {"do": "grant", "job": job, "ticket": ticket.hex()}, START_S)
+        grant = {"do": "grant", "job": job, "ticket": ticket.hex(), "pace": pace.bytes_per_s}
+        await self._call(running, grant, START_S)
         return ticket, running.port.result()
 
     async def forget(self, job: str) -> None:
@@ -226,7 +244,7 @@ class Mover:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = self.settings
         command = [sys.executable, "-m", "reft_daemon.mover", "--channel", str(theirs.fileno()), "--host", settings.host,
-                   "--port", str(settings.port), "--bytes-per-s", str(settings.bytes_per_s)]  # fmt: skip
+                   "--port", str(settings.port), "--bytes-per-s", str(settings.limit.bytes_per_s)]  # fmt: skip
         if settings.tls:
             command += ["--tls", *(str(path.absolute()) for path in settings.tls.paths)]
         # The path is this process's own: the child must import the same reft.

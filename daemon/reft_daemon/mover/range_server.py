@@ -12,6 +12,7 @@ import ssl
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -32,6 +33,7 @@ CONNECTIONS_MAX: Final = 64
 FORGET_S: Final = 5.0  # threads of a forgotten job end within this time
 SO_MAX_PACING_RATE: Final = 47  # Python has no name for it
 PACING: Final = struct.Struct("@L")
+SHARE_LEAST: Final = int(2 * protocol.RANGE_MAX / protocol.FRAME_S)  # bytes per second: a frame must come in time
 LOW_PRIORITY: Final = 0x20  # DSCP CS1: below all other traffic, where the network looks at it
 
 Frame = tuple[RangeStatus, memoryview, int]
@@ -143,7 +145,7 @@ class RangeServer:
     Args:
         listener: a listening socket.
         tls: makes the context for a connection; None: plain TCP.
-        bytes_per_s: of all connections together; 0: as fast as it goes.
+        bytes_per_s: of all paced connections together; 0: no limit.
     """
 
     def __init__(self, listener: socket.socket, tls: Callable[[], ssl.SSLContext] | None, bytes_per_s: int = 0) -> None:
@@ -152,6 +154,7 @@ class RangeServer:
         self._bytes_per_s = bytes_per_s
         self._changed = threading.Condition()  # guards all that follows
         self._offers: dict[str, tuple[OfferedSlot, ...]] = {}
+        self._paces: dict[str, int] = {}  # job → bytes per second of its connections together; 0: not paced
         self._tickets: dict[bytes, tuple[str, float]] = {}  # ticket → job, and when it expires
         self._connections: dict[socket.socket, str] = {}  # admitted ones, and their jobs
 
@@ -164,9 +167,16 @@ class RangeServer:
         with self._changed:
             self._offers[job] = tuple(slots)
 
-    def grant(self, job: str, ticket: bytes) -> None:
-        """Admits one connection with this ticket to a job's slots."""
+    def grant(self, job: str, ticket: bytes, pace: int = 0) -> None:
+        """Admits one connection with this ticket to a job's slots.
+
+        Args:
+            job: the job.
+            ticket: what the other side must send.
+            pace: bytes per second of all the job's connections together; 0: as fast as it goes.
+        """
         with self._changed:
+            self._paces[job] = pace
             self._tickets[ticket] = job, time.monotonic() + protocol.TICKET_S
             while len(self._tickets) > protocol.TICKETS_MAX:
                 del self._tickets[next(iter(self._tickets))]
@@ -175,6 +185,7 @@ class RangeServer:
         """Serves the job no more; returns whether no thread holds its slots."""
         with self._changed:
             self._offers.pop(job, None)
+            self._paces.pop(job, None)
             self._tickets = {ticket: entry for ticket, entry in self._tickets.items() if entry[0] != job}
             for connection, name in self._connections.items():
                 if name == job:
@@ -253,13 +264,16 @@ class RangeServer:
             protocol.send(connection, frame)
 
     def _share_rate(self) -> None:
-        """Gives each connection an equal part of the rate."""
-        if not self._bytes_per_s:
-            return
+        """Gives each connection an equal part of its job's pace, and of the limit."""
         with self._changed:
-            for connection in self._connections:
-                share = PACING.pack(max(self._bytes_per_s // len(self._connections), 1))
+            paced = {connection: job for connection, job in self._connections.items() if self._paces.get(job)}
+            counts = Counter(paced.values())
+            for connection, job in paced.items():
+                shares = [self._paces[job] // counts[job]]
+                if self._bytes_per_s:
+                    shares.append(self._bytes_per_s // len(paced))
                 with contextlib.suppress(OSError):  # a connection that has just ended
+                    share = PACING.pack(max(min(shares), SHARE_LEAST))
                     connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, share)
 
 

@@ -166,7 +166,7 @@ class TurnService:
             for slot in job.slots.all.values()
             if slot.rank in job.sections
         ]
-        ticket, port = await self._mover.grant(job.id, slots)
+        ticket, port = await self._mover.grant(job.id, slots, parity.sent_bytes(job))
         return pb.OpenBulkReply(port=port, ticket=ticket, address=self._bulk_host)
 
     def status(self, job: JobRecord) -> pb.ExchangeStatus | None:

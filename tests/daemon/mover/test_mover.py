@@ -10,13 +10,16 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from reft.core.coding.exchange import guard_lanes
+from reft.core.coding.turn_pace import fixed_limit
 from reft.core.commit.slots import SlotState
 from reft.wire.tls import Tls
+from reft_daemon.mover.child import CommandServer
 from reft_daemon.mover.mover import Mover, MoverGone, MoverSettings, ParityWriter, PullFailed, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
 from reft_daemon.mover.range_protocol import RangeStatus
@@ -70,6 +73,33 @@ def text_of(mover: Mover, name: str) -> str:
 
 async def new_writer(mover: Mover, slot, nbytes: int = PIECE) -> ParityWriter:
     return await mover.begin("job", slot, at(7), LANE, nbytes)
+
+
+def test_the_bytes_of_a_turn_decide_the_pace_and_the_log_says_it_once(caplog):
+    caplog.set_level("INFO", "reft.daemon")
+
+    async def act(mover: Mover) -> None:
+        grants: list[tuple[object, ...]] = []
+        server = SimpleNamespace(grant=lambda *arguments: grants.append(arguments))
+        theirs = CommandServer(socket.socketpair()[0], server)
+        call = mover._call
+
+        async def listened(running, message, *rest):
+            if message["do"] == "grant":
+                theirs._grant({**message, "id": 1}, [])
+            return await call(running, message, *rest)
+
+        mover._call = listened
+        for sent_bytes in (1 << 20, 1 << 20, 1 << 19):
+            await mover.grant("job", [], sent_bytes)
+        assert [pace for _, _, pace in grants] == [1 << 20, 1 << 20, 0]
+
+    run(act, MoverSettings(limit=fixed_limit(1 << 20)))
+    lines = [record.getMessage() for record in caplog.records if "a turn sends" in record.getMessage()]
+    assert lines == [
+        "job=job a turn sends 1.0 MiB from here, at most 1.0 MiB a second: --protect-bandwidth",
+        "job=job a turn sends 512.0 KiB from here, not paced: a turn takes less than a second",
+    ]
 
 
 @pytest.mark.parametrize("D", range(2, 7))

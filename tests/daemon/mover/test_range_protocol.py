@@ -8,6 +8,8 @@ import random
 import socket
 import struct
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from tests.support.two_level import parity_of_table
 
 TICKET = bytes(range(32))
 SECTION = 5 * CHUNK + 77
+UNPACED = 2**64 - 1  # as the kernel says
 
 
 @pytest.fixture
@@ -259,26 +262,65 @@ def test_a_forgotten_job_ends_its_connections_and_tickets(server):
         fetched(server, [(0, 0, CHUNK)], ticket=bytes(32))
 
 
-def test_all_connections_share_the_rate(source):
-    server = RangeServer(socket.create_server(("127.0.0.1", 0)), None, bytes_per_s=10 << 30)
-    server.offer("job", [OfferedSlot(3, source.place, source.slot.map._slot)])
+@contextlib.contextmanager
+def paced_server(source: SimpleNamespace, bytes_per_s: int) -> Iterator[RangeServer]:
+    server = RangeServer(socket.create_server(("127.0.0.1", 0)), None, bytes_per_s)
+    for job in ("job", "other"):
+        server.offer(job, [OfferedSlot(3, source.place, source.slot.map._slot)])
     threading.Thread(target=server.serve, daemon=True).start()
-
-    def rates() -> list[int]:
-        with server._changed:
-            served = list(server._connections)
-        numbers = [each.getsockopt(socket.SOL_SOCKET, range_server.SO_MAX_PACING_RATE, 8) for each in served]
-        return [range_server.PACING.unpack(number)[0] for number in numbers]
-
-    connections = []
-    for count in (1, 2):
-        server.grant("job", TICKET)
-        connections.append(range_client.connect(pull_of(server, []), None))
-        until(lambda count=count: rates() == [(10 << 30) // count] * count, what="the shares")
-    connections.pop().close()
-    until(lambda: rates() == [10 << 30], what="the whole rate")
-    connections.pop().close()
+    yield server
     server._listener.close()
+
+
+def rates(server: RangeServer) -> list[int]:
+    """Returns the pace of each connection, the greatest first; UNPACED if it has none."""
+    with server._changed:
+        served = list(server._connections)
+    numbers = [each.getsockopt(socket.SOL_SOCKET, range_server.SO_MAX_PACING_RATE, 8) for each in served]
+    return sorted((range_server.PACING.unpack(number)[0] for number in numbers), reverse=True)
+
+
+def opened(server: RangeServer, job: str, pace: int, ticket: bytes = TICKET) -> socket.socket:
+    server.grant(job, ticket, pace)
+    return range_client.connect(pull_of(server, []), None)
+
+
+def test_all_connections_of_a_job_share_its_pace(source):
+    with paced_server(source, 0) as server:
+        connections = []
+        for count in (1, 2):
+            connections.append(opened(server, "job", 10 << 30))
+            until(lambda count=count: rates(server) == [(10 << 30) // count] * count, what="the shares")
+        connections.pop().close()
+        until(lambda: rates(server) == [10 << 30], what="the whole pace")
+        connections.pop().close()
+
+
+def test_jobs_share_the_limit_and_none_has_more_than_its_pace(source):
+    with paced_server(source, 8 << 20) as server, contextlib.ExitStack() as stack:
+        for job, pace in (("job", 8 << 20), ("other", 1 << 20)):
+            stack.enter_context(contextlib.closing(opened(server, job, pace)))
+        until(lambda: rates(server) == [4 << 20, 1 << 20], what="the shares")
+
+
+def test_a_job_without_a_pace_sends_as_fast_as_it_goes(source):
+    with paced_server(source, 8 << 20) as server, contextlib.ExitStack() as stack:
+        for job, pace in (("job", 0), ("other", 8 << 20)):
+            stack.enter_context(contextlib.closing(opened(server, job, pace)))
+        until(lambda: rates(server) == [UNPACED, 8 << 20], what="the rates")
+
+
+def test_a_share_lets_a_frame_come_within_its_deadline(source):
+    with paced_server(source, 0) as server, contextlib.closing(opened(server, "job", 1)):
+        until(lambda: rates(server) == [range_server.SHARE_LEAST], what="the least share")
+    assert protocol.RANGE_MAX / range_server.SHARE_LEAST < protocol.FRAME_S
+
+
+def test_both_ends_mark_their_packets_as_less_urgent(source):
+    with paced_server(source, 0) as server, contextlib.closing(opened(server, "job", 0)) as connection:
+        until(lambda: server._connections, what="the connection")
+        for end in (connection, *server._connections):
+            assert end.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 8 << 2  # CS1
 
 
 class FalseSource:

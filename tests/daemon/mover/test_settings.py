@@ -6,19 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from reft.core.coding.turn_pace import NO_LIMIT, BandwidthLimit, automatic_limit, fixed_limit
 from reft.errors import ConfigError
+from reft_daemon import main
 from reft_daemon.main import mover_settings
 from reft_daemon.mover.mover import MoverSettings
 
 
 def parsed(**changes: object) -> MoverSettings:
-    facts = {"bulk": "", "protect_bandwidth": "auto", "host": "node7", "tls": None, "insecure": False}
+    facts = {"bulk": "", "protect_bandwidth": "off", "host": "node7", "tls": None, "insecure": False}
     return mover_settings(SimpleNamespace(**{**facts, **changes}))
 
 
 def test_without_bulk_the_mover_listens_where_the_daemon_does():
-    assert parsed() == MoverSettings("node7", 0, 0, None, "")
-    assert parsed(host="") == MoverSettings("127.0.0.1", 0, 0, None, "")
+    assert parsed() == MoverSettings("node7", 0, NO_LIMIT, None, "")
+    assert parsed(host="") == MoverSettings("127.0.0.1", 0, NO_LIMIT, None, "")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def test_without_bulk_the_mover_listens_where_the_daemon_does():
     ],
 )
 def test_bulk_names_another_address(bulk, host, port):
-    assert parsed(bulk=bulk) == MoverSettings(host, port, 0, None, host)
+    assert parsed(bulk=bulk) == MoverSettings(host, port, NO_LIMIT, None, host)
 
 
 @pytest.mark.parametrize("bulk", [":5", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "::1", "fd00::7:29701"])
@@ -54,7 +56,27 @@ def test_plain_text_beyond_loopback_is_refused():
 
 
 def test_the_rate_is_bytes_per_second():
-    assert parsed(protect_bandwidth="200M/s").bytes_per_s == parsed(protect_bandwidth="200M").bytes_per_s == 200 << 20
+    limit = fixed_limit(200 << 20)
+    assert parsed(protect_bandwidth="200M/s").limit == parsed(protect_bandwidth="200M").limit == limit
+
+
+def test_auto_asks_for_the_link_of_the_address_that_the_mover_has(monkeypatch):
+    seen = []
+    monkeypatch.setattr(main, "interface_of", lambda host: seen.append(host) or f"card-of-{host}")
+    monkeypatch.setattr(main, "link_speed", lambda interface: 1000)
+    limit = parsed(protect_bandwidth="auto", bulk="127.0.0.2:5").limit
+    assert seen == ["127.0.0.2"] and limit == automatic_limit("card-of-127.0.0.2", 1000)
+    assert parsed(protect_bandwidth="auto").limit == automatic_limit("card-of-node7", 1000)
+
+
+def test_auto_does_not_know_the_speed_of_loopback():
+    limit = parsed(protect_bandwidth="auto", host="127.0.0.1").limit
+    assert limit == automatic_limit("lo", None) == BandwidthLimit(0, 30, "the speed of lo is unknown")
+
+
+def test_the_flags_default_is_auto():
+    [option] = [each for each in main.main.params if each.name == "protect_bandwidth"]
+    assert option.default == "auto"
 
 
 @pytest.mark.parametrize("rate", ["0", "1023k", "fast", "-5M", ""])
