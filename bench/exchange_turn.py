@@ -44,7 +44,6 @@ import asyncio
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +52,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "daemon"))
@@ -77,6 +75,7 @@ from reft.wire.slot_format import PAGE, Geometry, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import Arena, SlotFile
+from reft_daemon.child.child_process import ChildProcess
 from reft_daemon.mover.mover import Mover, MoverSettings, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
 from reft_daemon.peers.turns import RANGES_MAX
@@ -195,21 +194,15 @@ class Copied:
 class PlainMover(Mover):
     """A mover whose process computes no digest and no XOR."""
 
-    def _start(self) -> Any:
+    def __init__(self, settings: MoverSettings) -> None:
+        super().__init__(settings)
         code = "from bench.bulk_ends import run_plain_mover; run_plain_mover()"
-        popen = subprocess.Popen
-
-        def start(command: list[str], **settings: Any) -> Any:
-            at = command.index("-m")
-            return popen([*command[:at], "-c", code, *command[at + 2 :]], **settings)
-
-        with mock.patch.object(subprocess, "Popen", start):
-            return super()._start()
+        self.child = ChildProcess("mover", ["-c", code, "--host", settings.host])
 
 
 def mover_pid(mover: Mover) -> int:
-    assert mover._running is not None
-    return mover._running.process.pid
+    assert mover.child.running is not None
+    return mover.child.running.process.pid
 
 
 @dataclass

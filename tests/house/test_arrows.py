@@ -65,6 +65,7 @@ LAYERS = {
         "peers",
         "jobs",
         "mover",
+        "child",
         "arena",
     ),
 }

@@ -1,4 +1,4 @@
-"""The mover's process: carries out the commands of its daemon, see `control_channel`.
+"""The mover's process: carries out the commands of its daemon, see `mover.py`.
 
     main thread     reads commands
     reft-accept     accepts connections; each has a thread of its own (`range_server`)
@@ -27,8 +27,8 @@ from reft.core.commit.version import Epoch, Version
 from reft.errors import ReftError
 from reft.wire.shm import map_file
 from reft.wire.slot_format import SlotMap, chunk_digest
+from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message
 from reft_daemon.mover import range_client
-from reft_daemon.mover.control_channel import ControlMessage, receive_message, send_message
 from reft_daemon.mover.range_client import MoverAddress, RangePull, SourceRefused
 from reft_daemon.mover.range_protocol import BrokenConnection
 from reft_daemon.mover.range_server import OfferedSlot, RangeServer
@@ -102,7 +102,7 @@ class CommandServer:
     def run(self) -> None:
         """Carries out commands until the channel ends."""
         threading.Thread(target=self._server.serve, name="reft-accept", daemon=True).start()
-        self._tell({"port": self._server.port})
+        self._tell({"ready": True, "port": self._server.port})
         while received := receive_message(self._channel):
             message, descriptors = received
             try:
@@ -150,7 +150,7 @@ class CommandServer:
         self._folds.pop(message["fold"], None)
 
     def _cancel(self, message: ControlMessage, _: Sequence[int]) -> None:
-        if running := self._pulls.get(message["pull"]):
+        if running := self._pulls.get(message["command"]):
             running.cancel()
 
     def _forget(self, message: ControlMessage, _: Sequence[int]) -> None:
@@ -225,7 +225,7 @@ class CommandServer:
                 count[0] += 1
                 untold_bytes += nbytes
                 if untold_bytes >= TELL_BYTES or count[0] == len(pull.ranges):
-                    self._tell({"folded": message["id"], "bytes": untold_bytes})
+                    self._tell({"moved": message["id"], "bytes": untold_bytes})
                     untold_bytes = 0
 
 

@@ -39,10 +39,11 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import SlotFile
 from reft_daemon.arena.headers import header_of, sealed_versions
+from reft_daemon.child.child_process import ChildGone
 from reft_daemon.jobs import leasing, parity, rounds, slot_reads
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
-from reft_daemon.mover.mover import Mover, MoverGone, ParityWriter, PullFailed, SourceSlot
+from reft_daemon.mover.mover import Mover, ParityWriter, PullFailed, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
 from reft_daemon.mover.range_protocol import FRAME_S, RangeStatus
 from reft_daemon.peers.round_replicator import PeerChannels, reason_of
@@ -253,7 +254,7 @@ class TurnService:
                 try:
                     await self._make(job, turn, local)
                     return True
-                except MoverGone as error:
+                except ChildGone as error:
                     attempts_left -= 1
                     if not attempts_left:
                         raise
@@ -269,7 +270,7 @@ class TurnService:
 
         Raises:
             LaneUnguardable, NoRoom, AttachError: it can't be made.
-            MoverGone: the mover has ended; the slot must be begun anew.
+            ChildGone: the mover has ended; the slot must be begun anew.
         """
         if parity.sealed_parity(job, local, turn.version):
             return
@@ -290,7 +291,7 @@ class TurnService:
 
         Raises:
             LaneUnguardable: the source can't give it, or is silent.
-            MoverGone: the mover has ended.
+            ChildGone: the mover has ended.
         """
         lane = local.lane
         rank, node = lane.members[source], _node_of(job, lane.members[source])
@@ -305,7 +306,7 @@ class TurnService:
                     (lane.code.k, lane.f), lane.column_of(source, local.member), lane.block_bytes,
                 )  # fmt: skip
                 await writer.pull(pull, FRAME_S * (len(batch) + 2))
-            except MoverGone:
+            except ChildGone:
                 raise
             except PullFailed as error:
                 folded, reason = error.folded, error.message

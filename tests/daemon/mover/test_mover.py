@@ -19,8 +19,9 @@ from reft.core.coding.exchange import guard_lanes
 from reft.core.coding.turn_pace import fixed_limit
 from reft.core.commit.slots import SlotState
 from reft.wire.tls import Tls
+from reft_daemon.child.child_process import ChildGone
 from reft_daemon.mover.child import CommandServer
-from reft_daemon.mover.mover import Mover, MoverGone, MoverSettings, ParityWriter, PullFailed, SourceSlot
+from reft_daemon.mover.mover import Mover, MoverSettings, ParityWriter, PullFailed, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
 from reft_daemon.mover.range_protocol import RangeStatus
 from tests.support.certificates import Certificates, why_not
@@ -64,7 +65,7 @@ def piece_ranges(nbytes: int, piece: int, piece_bytes: int = PIECE) -> list[tupl
 
 
 def pid_of(mover: Mover) -> int:
-    return mover._running.process.pid
+    return mover.child.running.process.pid
 
 
 def text_of(mover: Mover, name: str) -> str:
@@ -82,14 +83,14 @@ def test_the_bytes_of_a_turn_decide_the_pace_and_the_log_says_it_once(caplog):
         grants: list[tuple[object, ...]] = []
         server = SimpleNamespace(grant=lambda *arguments: grants.append(arguments))
         theirs = CommandServer(socket.socketpair()[0], server)
-        call = mover._call
+        call = mover.child.call
 
         async def listened(running, message, *rest):
             if message["do"] == "grant":
                 theirs._grant({**message, "id": 1}, [])
             return await call(running, message, *rest)
 
-        mover._call = listened
+        mover.child.call = listened
         for sent_bytes in (1 << 20, 1 << 20, 1 << 19):
             await mover.grant("job", [], sent_bytes)
         assert [pace for _, _, pace in grants] == [1 << 20, 1 << 20, 0]
@@ -122,7 +123,7 @@ def test_the_parity_of_each_holder_is_that_of_the_drawing(D):
             assert (header.state, header.version, header.layout) == (SlotState.SEALED, at(7), LANE)
             assert slot.map.bad_chunks() == []
             assert slot.map.data[:PIECE].tobytes() == expected_parity([s.section for s in sources], holder, PIECE)
-        assert mover.moved_bytes == sum(sizes)
+        assert mover.child.moved_bytes == sum(sizes)
 
     run(fold_all)
 
@@ -136,7 +137,7 @@ def test_a_dead_mover_leaves_the_slot_unsealed_and_the_next_one_begins_anew():
             writer = await new_writer(mover, slot)
             await pulled(mover, writer, [source], source, ranges[:folded])
             os.kill(pid_of(mover), signal.SIGKILL)
-            with pytest.raises(MoverGone):
+            with pytest.raises(ChildGone):
                 await writer.seal()
             assert slot.map.reread().state is SlotState.WRITING
         writer = await new_writer(mover, slot)
@@ -186,8 +187,8 @@ def test_a_cancelled_pull_has_ended_before_its_caller_goes_on():
         ranges = piece_ranges(PIECE, 0)
         pull = asyncio.ensure_future(writer.pull(RangePull(address, bytes(32), at(7), 1, ranges), 60))
         await asked.wait()
-        pid, take, answers = pid_of(mover), mover._take, []
-        mover._take = lambda running, message: (answers.append(message), take(running, message))
+        pid, take, answers = pid_of(mover), mover.child._take, []
+        mover.child._take = lambda running, message, passed: (answers.append(message), take(running, message, passed))
         pull.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await pull
@@ -219,9 +220,9 @@ def test_the_mover_is_the_kernels_first_victim_and_ends_with_its_daemon():
     async def act(mover: Mover) -> None:
         await mover.port()
         assert int(text_of(mover, "oom_score_adj")) == 900
-        asyncio.get_running_loop().remove_reader(mover._running.channel)  # else the daemon would kill it
-        mover._running.channel.shutdown(socket.SHUT_RDWR)  # as at the daemon's death
-        assert await asyncio.to_thread(mover._running.process.wait, 30) == 0
+        asyncio.get_running_loop().remove_reader(mover.child.running.channel)  # else the daemon would kill it
+        mover.child.running.channel.shutdown(socket.SHUT_RDWR)  # as at the daemon's death
+        assert await asyncio.to_thread(mover.child.running.process.wait, 30) == 0
 
     run(act)
 
@@ -232,7 +233,7 @@ def test_a_mover_that_does_not_answer_is_killed():
     async def act(mover: Mover) -> None:
         writer = await new_writer(mover, slot)
         os.kill(pid_of(mover), signal.SIGSTOP)
-        with pytest.raises(MoverGone, match="did not answer"):
+        with pytest.raises(ChildGone, match="did not answer"):
             await writer.pull(RangePull(MoverAddress("127.0.0.1", 1, ""), bytes(32), at(7), 1, []), 0.2)
         await (await new_writer(mover, slot)).seal()
 
@@ -292,6 +293,6 @@ def test_the_parity_of_lanes_with_several_parities_is_that_of_the_drawing(D, f):
                 sent += sum(length for *_, length in ranges)
             await writer.seal()
             assert slot.map.data[: lane.parity_bytes].tobytes() == expected_parities(lane, sections, holder)
-        assert mover.moved_bytes == sent == sum(lane.sent_bytes(source) for source in range(D))
+        assert mover.child.moved_bytes == sent == sum(lane.sent_bytes(source) for source in range(D))
 
     run(fold_all)

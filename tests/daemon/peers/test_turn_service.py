@@ -151,8 +151,8 @@ def play(monkeypatch) -> Callable[..., None]:
 def test_a_mover_killed_at_each_range_begins_the_parity_anew(play, monkeypatch):
     """With one range a ticket, the n-th ticket is asked for when n - 1 ranges are folded."""
     monkeypatch.setattr(turns, "RANGES_MAX", 1)
-    monkeypatch.setattr("reft_daemon.mover.mover.PAUSE_S", 0.0)
-    monkeypatch.setattr("reft_daemon.mover.mover.EARLY_S", 0.0)
+    monkeypatch.setattr("reft_daemon.child.child_process.PAUSE_S", 0.0)
+    monkeypatch.setattr("reft_daemon.child.child_process.EARLY_S", 0.0)
     monkeypatch.setattr("reft.core.coding.exchange.RANGE_MAX", CHUNK)
 
     async def act(nodes: Nodes) -> None:
@@ -163,7 +163,7 @@ def test_a_mover_killed_at_each_range_begins_the_parity_anew(play, monkeypatch):
             nonlocal tickets
             tickets += 1
             if tickets == kill_at:
-                killed.append(nodes.movers[0]._running.process.pid)
+                killed.append(nodes.movers[0].child.running.process.pid)
                 os.kill(killed[-1], signal.SIGKILL)
 
         nodes.asked = asked
@@ -201,7 +201,7 @@ def test_a_lane_that_survives_two_losses_gets_its_parity_from_many_tickets(play,
             nodes.pins(turn=-1, protected=step)
             nodes.check_parity(step)
         assert not nodes.unguarded and (4, 2) in nodes.guarded
-        moved = sum(mover.moved_bytes for mover in nodes.movers)
+        moved = sum(mover.child.moved_bytes for mover in nodes.movers)
         assert moved == 2 * sum(nodes.lane.sent_bytes(source) for source in range(5))
 
     play(act, [9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK, 4 * CHUNK + 5, 9 * CHUNK], 3)

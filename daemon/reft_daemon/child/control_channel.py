@@ -1,22 +1,13 @@
-"""The channel between a daemon and its mover: one socket pair, a JSON object a message.
+"""The channel between a daemon and a child of it: one socket pair, a JSON object a message.
 
-    daemon                                      mover
-      offer   slots of a job, + descriptors ─►    serves these slots
-      grant   ticket and pace of a job ──────►    admits one connection with this ticket
-      begin   parity slot, + descriptor ─────►    WRITING, zeros
-      pull    ranges of one source ──────────►    connects, folds the ranges into the parity slot
-      seal    ───────────────────────────────►    digests, SEALED; the parity slot is unmapped
-      drop    ───────────────────────────────►    unmaps a parity slot that is given up
-      cancel  ───────────────────────────────►    ends a pull
-      forget  a job ─────────────────────────►    serves the job no more; its slots are unmapped
-              ◄─────────────────────────── port   once, at the start
-              ◄──────────────────────── folded    bytes of a pull, every TELL_BYTES
-              ◄────────────────────────── done    each grant, begin, pull, seal and forget, once
+    daemon    do, id, the command's fields, + descriptors ─►    child
+              ◄───────────────────────────────────── ready      once, at the start
+              ◄───────────────────────────────────── moved      bytes of a command, now and then
+              ◄────────────────────── done, + descriptors       each command with an id, once
 
 Both sides are of one version, and the pair has no name, so no other process can send. A message is
-one datagram, at most MESSAGE_MAX bytes. The mover ends when the channel ends. A mover that ends
-answers nothing more: the daemon takes each command without an answer for failed. The parity slots
-of these commands stay WRITING, and are begun anew.
+one datagram, at most MESSAGE_MAX bytes. The child ends when the channel ends. A child that ends
+answers nothing more: the daemon takes each command without an answer for failed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The child processes of a daemon, and the channel to each."""

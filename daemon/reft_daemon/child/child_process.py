@@ -1,0 +1,238 @@
+"""A child process of the daemon, which works on the daemon's commands.
+
+    no process ──first command──► starting ──ready──► running ──it ends──► no process
+                                                         every command without an answer fails
+
+A new process is started at most once in PAUSE_S, and ever more rarely if processes end early. Each
+command gets its answer before its caller goes on, also if the caller is cancelled. So nothing of a
+cancelled command is still under way when the next one begins. A child that does not answer in time
+is killed. A child that waits for a device in the kernel does not end then; until it has, no other
+one is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from reft.config import child_environment
+from reft.errors import AttachError
+from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message
+
+log = logging.getLogger("reft.daemon")
+START_S: Final = 20.0
+SEND_S: Final = 5.0
+CANCEL_S: Final = 10.0  # an answer after `cancel`; longer than any wait in the child that `cancel` does not end
+PAUSE_S: Final = 0.2  # between two starts; twice as long after each process that ended early
+PAUSE_MAX_S: Final = 30.0
+EARLY_S: Final = 60.0
+
+
+class ChildGone(AttachError):
+    """The child ended before it answered."""
+
+
+@dataclass
+class RunningProcess:
+    """One process of a child.
+
+    Attributes:
+        ready: the child's first message.
+        waiting: command → its answer.
+        progress: command → bytes that it has moved.
+        known: what the daemon has told this process, by a key of the caller's.
+    """
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    ready: asyncio.Future[ControlMessage]
+    waiting: dict[int, asyncio.Future[ControlMessage]] = field(default_factory=dict)
+    progress: dict[int, int] = field(default_factory=dict)
+    known: dict[str, tuple[object, ...]] = field(default_factory=dict)
+
+
+class ChildProcess:
+    """A child that runs while it has work.
+
+    Args:
+        name: what messages call the child.
+        command: arguments of the interpreter; the channel's descriptor follows them.
+    """
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self.moved_bytes = 0  # by all processes since this daemon started
+        self.running: RunningProcess | None = None
+        self._command = command
+        self._ended: subprocess.Popen[bytes] | None = None  # killed, and perhaps not yet dead
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._started_s = -EARLY_S
+        self._pause_s = PAUSE_S
+
+    def next_number(self) -> int:
+        """Returns a number that no other command has."""
+        return next(self._numbers)
+
+    async def ensure(self) -> RunningProcess:
+        """Returns the process; starts it if it does not run.
+
+        Raises:
+            ChildGone: it does not start.
+        """
+        async with self._starting:
+            if self.running is None:
+                now = time.monotonic()
+                early = now - self._started_s < EARLY_S
+                self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S) if early else PAUSE_S
+                await asyncio.sleep(max(self._started_s + self._pause_s - now, 0))
+                await self.wait_ended()  # it must write nothing that the next one begins
+                self.running = self._start()
+            running = self.running
+            try:
+                await asyncio.wait_for(asyncio.shield(running.ready), START_S)
+            except asyncio.TimeoutError:
+                self.end(running)
+                raise ChildGone(
+                    f"the {self.name} did not start in {START_S:g} s.", "look at this daemon's log"
+                ) from None
+            return running
+
+    def _start(self) -> RunningProcess:
+        self._started_s = time.monotonic()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # The path is this process's own: the child must import the same reft.
+        path = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *self._command, "--channel", str(theirs.fileno())], stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()], start_new_session=True, cwd="/",
+                env=child_environment(PYTHONPATH=path, REFT_FAILPOINTS=""),
+            )  # fmt: skip
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        running = RunningProcess(process, ours, loop.create_future())
+        loop.add_reader(ours, self._read, running)
+        log.info("%s pid=%d started", self.name, process.pid)
+        return running
+
+    def _read(self, running: RunningProcess) -> None:
+        """Takes the child's messages; at their end the child has ended."""
+        try:
+            while received := receive_message(running.channel):
+                self._take(running, *received)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        log.warning("%s pid=%d has ended", self.name, running.process.pid)
+        self.end(running)
+
+    def _take(self, running: RunningProcess, message: ControlMessage, descriptors: Sequence[int]) -> None:
+        if "moved" in message:
+            running.progress[message["moved"]] = running.progress.get(message["moved"], 0) + message["bytes"]
+            self.moved_bytes += message["bytes"]
+        answer = running.waiting.pop(message.get("done", 0), None) if "done" in message else None
+        if "ready" in message:
+            answer = running.ready
+        if answer is not None and not answer.done():
+            answer.set_result({**message, "descriptors": list(descriptors)} if descriptors else message)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    async def wait_ended(self) -> None:
+        """Returns once the process that was killed last has ended."""
+        if (ended := self._ended) is not None:
+            await asyncio.to_thread(ended.wait)
+
+    def end(self, running: RunningProcess) -> None:
+        """Kills the process, and fails its commands."""
+        if running is not self.running:
+            return
+        self.running, self._ended = None, running.process
+        asyncio.get_running_loop().remove_reader(running.channel)
+        running.channel.close()
+        running.process.kill()
+        gone = ChildGone(f"the {self.name} ended before it answered.", "look at this daemon's log")
+        waiting: list[asyncio.Future[Any]] = [running.ready, *running.waiting.values()]
+        for answer in waiting:
+            if not answer.done():
+                answer.set_exception(gone)
+                answer.exception()  # marks it as retrieved: nobody may wait for it
+        running.waiting.clear()
+        asyncio.get_running_loop().run_in_executor(None, running.process.wait)
+
+    async def send(self, running: RunningProcess, message: ControlMessage, descriptors: Sequence[int] = ()) -> None:
+        """Sends a message that has no answer.
+
+        Raises:
+            ChildGone: the child has ended.
+        """
+        end = time.monotonic() + SEND_S
+        while running is self.running:
+            try:
+                send_message(running.channel, message, descriptors)
+                return
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    self.end(running)
+                await asyncio.sleep(0.01)  # the child reads its commands at once, unless it is stopped
+            except OSError:
+                self.end(running)
+        raise ChildGone(f"the {self.name} has ended.", "look at this daemon's log")
+
+    async def call(
+        self, running: RunningProcess, message: Mapping[str, Any], deadline_s: float,
+        number: int = 0, descriptors: Sequence[int] = (),
+    ) -> ControlMessage:  # fmt: skip
+        """Sends a command; returns its answer.
+
+        If the caller is cancelled, the command is cancelled, and its answer awaited, first.
+
+        Raises:
+            ChildGone: the child has ended, or was killed because it did not answer in time.
+        """
+        number = number or self.next_number()
+        answer = running.waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self.send(running, {**message, "id": number}, descriptors)
+            try:
+                return await asyncio.wait_for(asyncio.shield(answer), deadline_s)
+            except asyncio.TimeoutError:
+                self.end(running)
+                raise ChildGone(f"the {self.name} did not answer in {deadline_s:g} s, and was killed.") from None
+        except asyncio.CancelledError:
+            await self._cancel(running, number, answer)
+            raise
+        finally:
+            running.waiting.pop(number, None)
+            running.progress.pop(number, None)
+
+    async def _cancel(self, running: RunningProcess, number: int, answer: asyncio.Future[ControlMessage]) -> None:
+        with contextlib.suppress(ChildGone):
+            await self.send(running, {"do": "cancel", "command": number})
+            done, _ = await asyncio.wait({answer}, timeout=CANCEL_S)
+            if not done:
+                self.end(running)
+
+    async def close(self) -> None:
+        """Ends the child."""
+        if self.running is not None:
+            self.end(self.running)
+        await self.wait_ended()
