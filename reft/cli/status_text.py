@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from reft.cli.status_view import ExchangeView, JobView, NodeView, RankView
-from reft.core.budget import format_bytes
+from reft.core.budget import SLOTS, format_bytes
+from reft.core.coding.turn_pace import pace_words
 from reft.core.commit.version import Version
 from reft.core.recovery.holdings import survives
 from reft.core.status.loss_analysis import LossReport
@@ -75,7 +76,7 @@ def protection_lines(job: JobView) -> list[str]:
         if protection.tolerated < protection.meant:
             sentence = f"{sentence[:-1]}; {protection.meant} can be lost when the job is PROTECTED."
         if protection.newest is not None and protection.version.is_older_than(protection.newest):
-            sentence += f" {survives(protection.newest.step, protection.version.step)}."
+            sentence += f" {survives(protection.newest.step, protection.version.step, protection.tolerated)}."
     if job.degraded_s:
         sentence += f" Degraded for {age(job.degraded_s)} since the last restore."
     lines = wrapped("protect ", f"{job.word}  {sentence}")
@@ -90,6 +91,7 @@ def protection_lines(job: JobView) -> list[str]:
     rows = [
         (
             SCHEMES[group.scheme],
+            group.reason,
             str(group.domains),
             f"{group.k}+{group.f}",
             str(group.f),
@@ -99,7 +101,7 @@ def protection_lines(job: JobView) -> list[str]:
         for group in protection.groups
     ]
     if rows:
-        lines += ["", *aligned(("REDUNDANCY", "DOMAINS", "SHARDS", "CAN LOSE", "CELLS", "BYTES"), rows, right=1)]
+        lines += ["", *aligned(("REDUNDANCY", "FOR", "DOMAINS", "SHARDS", "CAN LOSE", "CELLS", "BYTES"), rows, right=2)]
     return lines
 
 
@@ -116,8 +118,17 @@ def exchange_lines(exchange: ExchangeView) -> list[str]:
             f"; the turn of step {exchange.turn} has {format_bytes(exchange.received_bytes)} of "
             f"{format_bytes(exchange.turn_bytes)} here, since {age(exchange.turn_age_s)}."
         )
-    if exchange.bytes_per_s:
-        text += f" The last turn received {format_bytes(int(exchange.bytes_per_s))} a second."
+    if exchange.last_turn_s:
+        text += (
+            f" The last turn took {age(exchange.last_turn_s)} here, and received "
+            f"{format_bytes(int(exchange.bytes_per_s))} a second."
+        )
+    if exchange.sent_bytes:
+        text += f" A turn sends {format_bytes(exchange.sent_bytes)} from here, {pace_words(exchange.pace)}."
+        text += (
+            f" Memory here: {format_bytes(exchange.parity_bytes)} of parity, and {format_bytes(exchange.extra_slot_bytes)} "
+            f"of slots beyond {SLOTS} a rank."
+        )
     lines = wrapped("exchange ", text)
     for step, lane, words in exchange.lanes[:LANES_SHOWN]:
         lines += wrapped("exposed ", f"lane {lane} of the exchange is not guarded at step {step}: {words}")

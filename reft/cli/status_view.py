@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reft.core.coding.turn_pace import TurnPace
 from reft.core.commit.version import Version
 from reft.core.recovery.holdings import Holdings
 from reft.core.status.health import Health, JobFacts, RankFacts, held_version, judge, survival
@@ -69,8 +70,10 @@ class NodeView:
 class ExchangeView:
     """The exchange of one job, as the asked daemon sees it. A step is None if there is none.
 
-    `turn_bytes` are what this node receives in a turn, and `received_bytes` what it has so far. A
-    lane is (step, lane, why it is not guarded).
+    `turn_bytes` are what this node receives in a turn, and `received_bytes` what it has so far.
+    `sent_bytes` are what it sends in a turn, at most at the `pace`. `extra_slot_bytes` is memory
+    for slots that a job without exchange does not take. A lane is (step, lane, why it is not
+    guarded).
     """
 
     protected: int | None
@@ -80,6 +83,11 @@ class ExchangeView:
     turn_bytes: int
     received_bytes: int
     bytes_per_s: float
+    last_turn_s: float
+    sent_bytes: int
+    pace: TurnPace
+    parity_bytes: int
+    extra_slot_bytes: int
     lanes: tuple[tuple[int, int, str], ...]
 
 
@@ -160,6 +168,11 @@ def _exchange_view(exchange: pb.ExchangeStatus) -> ExchangeView:
         exchange.turn_bytes,
         exchange.received_bytes,
         exchange.bytes_per_s,
+        exchange.last_turn_s,
+        exchange.sent_bytes,
+        TurnPace(exchange.pace_bytes_per_s, exchange.pace_reason),
+        exchange.parity_bytes,
+        exchange.extra_slot_bytes,
         tuple((lane.step, lane.lane, lane.words) for lane in exchange.lanes),
     )
 
@@ -319,6 +332,12 @@ def _exchange_document(exchange: ExchangeView | None) -> dict[str, Any] | None:
         "turn_bytes": exchange.turn_bytes,
         "received_bytes": exchange.received_bytes if has_turn else None,
         "bytes_per_s": _rounded(exchange.bytes_per_s),
+        "last_turn_s": _rounded(exchange.last_turn_s) or None,
+        "sent_bytes": exchange.sent_bytes,
+        "pace_bytes_per_s": exchange.pace.bytes_per_s or None,
+        "pace_reason": exchange.pace.reason,
+        "parity_bytes": exchange.parity_bytes,
+        "extra_slot_bytes": exchange.extra_slot_bytes,
         "unguarded_lanes": [{"step": step, "lane": lane, "reason": words} for step, lane, words in exchange.lanes],
     }
 
@@ -343,6 +362,7 @@ def _protection_document(job: JobView) -> dict[str, Any] | None:
         "groups": [
             {
                 "scheme": group.scheme,
+                "reason": group.reason,
                 "domains": group.domains,
                 "data_shards": group.k,
                 "parity_shards": group.f,

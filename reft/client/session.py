@@ -162,6 +162,19 @@ class Session:
         reviews_over: 1 if no new layout is made until the job restarts, because a rank was missing
             in a review of the placement; else 0
         streaming_copy: 1 if snapshots of host memory bypass the caches, else 0
+
+        On the job's protection; bytes of the job's state count once:
+
+        aec_bytes: replicas that are kept with parity
+        arc_bytes: replicas that are kept as copies
+        exchange_bytes: bytes with one holder, of which other nodes keep parity
+        none_bytes: bytes that a lost node takes away: the settings ask for no more, all holders
+            are on one node, or a rank has no partner to exchange with
+        turn_bytes: bytes of this rank that its node sends in one turn of the exchange
+        parity_bytes: memory for parity that the node keeps on behalf of this rank
+        extra_slot_bytes: memory for this rank's slots beyond three, which the exchange needs
+        protected_step: newest step of this attach known to survive lost nodes; -1 if none
+        turn_s: seconds of the last turn, as this rank heard; -1 if it heard of none
         """
         return self._window.stats()
 

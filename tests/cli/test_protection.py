@@ -76,8 +76,8 @@ def test_a_protected_job():
         "health  OK  step 40 is held by all 4 ranks.",
         "protect PROTECTED  any 1 failure domain can be lost now.",
         "",
-        "REDUNDANCY    DOMAINS  SHARDS  CAN LOSE  CELLS    BYTES",
-        "erasure code        4     3+1         1      1  3.0 MiB",
+        "REDUNDANCY    FOR       DOMAINS  SHARDS  CAN LOSE  CELLS    BYTES",
+        "erasure code  replicas        4     3+1         1      1  3.0 MiB",
     ]
     assert "a node                    yes       steps after 40" in lines
     assert "two nodes                 NO        all steps of this run" in lines
@@ -128,7 +128,7 @@ def test_the_document_of_a_degraded_job():
         "fatal_nodes": ["node-a", "node-b", "node-d"], "exposed": [], "fatal_pairs": [], "fatal_pair_count": 0,
         "fatal_domains": ["node node-a", "node node-b", "node node-d"],
         "groups": [
-            {"scheme": "aec", "domains": 4, "data_shards": 3, "parity_shards": 1, "bytes": SIZE, "cells": 1}
+            {"scheme": "aec", "reason": "replicas", "domains": 4, "data_shards": 3, "parity_shards": 1, "bytes": SIZE, "cells": 1}
         ],
     }  # fmt: skip
     assert document["unlike_leaves"] == document["own_leaves"] == []
@@ -305,16 +305,20 @@ def exchanging(lost: set[int] = frozenset(), protected: int = 40) -> JobSurvey:
 def test_the_step_that_survives_processes_and_the_one_that_survives_nodes_are_shown():
     exchange = pb.ExchangeStatus(
         protected=40, protected_age_s=12.0, turn=46, turn_age_s=1.5, turn_bytes=3 << 20, received_bytes=1 << 20,
-        bytes_per_s=2 << 20, lanes=[pb.UnguardedLane(step=46, lane=0, words="rank 2 has no slot of it.")],
+        bytes_per_s=2 << 20, last_turn_s=1.5, sent_bytes=3 << 20, pace_bytes_per_s=1 << 20, pace_reason="because",
+        parity_bytes=5 << 20, extra_slot_bytes=6 << 20,
+        lanes=[pb.UnguardedLane(step=46, lane=0, words="rank 2 has no slot of it.")],
     )  # fmt: skip
     lines = lines_of(exchanging(), whole=46, exchange=exchange)
     text = " ".join(" ".join(lines).split())
     assert "health OK step 46 is held by all 4 ranks. Step 46 survives processes, step 40 survives any node." in text
     assert "protect PROTECTED any 1 failure domain can be lost now. Step 46 survives processes, step 40" in text
     assert "exchange step 40 is protected, since 12.0s; the turn of step 46 has 1.0 MiB of 3.0 MiB here" in text
-    assert "The last turn received 2.0 MiB a second." in text
+    assert "The last turn took 1.5s here, and received 2.0 MiB a second." in text
+    assert "A turn sends 3.0 MiB from here, at most 1.0 MiB a second: because." in text
+    assert "Memory here: 5.0 MiB of parity, and 6.0 MiB of slots beyond 3 a rank." in text
     assert "exposed lane 0 of the exchange is not guarded at step 46: rank 2 has no slot of it." in text
-    assert "exchange 4 3+1 1 1 12.0 MiB" in text
+    assert "exchange one holder 4 3+1 1 1 12.0 MiB" in text
     assert "a node                    yes       steps after 40" in lines
     assert "any number of trainers    yes       steps after 46" in lines
     assert max(map(len, lines)) <= status_text.WIDTH
@@ -323,7 +327,8 @@ def test_the_step_that_survives_processes_and_the_one_that_survives_nodes_are_sh
     assert (document["protection"]["step"], document["protection"]["newest_step"]) == (40, 46)
     assert document["exchange"] == {
         "protected_step": 40, "protected_age_s": 12.0, "turn_step": 46, "turn_age_s": 1.5, "turn_bytes": 3 << 20,
-        "received_bytes": 1 << 20, "bytes_per_s": 2 << 20,
+        "received_bytes": 1 << 20, "bytes_per_s": 2 << 20, "last_turn_s": 1.5, "sent_bytes": 3 << 20,
+        "pace_bytes_per_s": 1 << 20, "pace_reason": "because", "parity_bytes": 5 << 20, "extra_slot_bytes": 6 << 20,
         "unguarded_lanes": [{"step": 46, "lane": 0, "reason": "rank 2 has no slot of it."}],
     }  # fmt: skip
 

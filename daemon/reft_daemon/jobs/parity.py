@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from reft.core.budget import SLOTS_EXCHANGE
+from reft.core.budget import SLOTS, SLOTS_EXCHANGE
 from reft.core.coding.exchange import PARITY_BUFFERS, GuardLane
 from reft.core.commit.decision import counts
 from reft.core.commit.slots import SlotState
@@ -78,6 +78,18 @@ def local_lanes(job: JobRecord) -> list[LocalLane]:
 def sent_bytes(job: JobRecord) -> int:
     """Returns the bytes that this node sends in a turn."""
     return sum(local.lane.sent_bytes(local.member) for local in local_lanes(job))
+
+
+def memory(job: JobRecord) -> dict[str, int]:
+    """Returns the bytes of this node that the exchange takes, by the names of ExchangeStatus.
+
+    They are those of its parity slots, and of each rank's slots beyond SLOTS.
+    """
+    slots = [job.slots.current_of_rank(local.rank)[SLOTS:] for local in local_lanes(job)]
+    return {
+        "parity_bytes": sum(slot.file_bytes for slot in job.slots.parity.values()),
+        "extra_slot_bytes": sum(slot.file_bytes for extra in slots for slot in extra),
+    }
 
 
 def kept_version(job: JobRecord) -> Version | None:

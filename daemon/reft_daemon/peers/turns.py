@@ -100,7 +100,7 @@ class TurnService:
         self._bulk_host = bulk_host
         self._failpoints = failpoints or Failpoints()
         self._turns: dict[str, JobTurn] = {}
-        self._rates: dict[str, float] = {}  # job → bytes per second of its last turn
+        self._last: dict[str, JobTurn] = {}  # job → its last turn that made all parity here
         self._protected: dict[str, tuple[Version, float]] = {}  # job → what is protected, and since when
         self._noted: dict[str, frozenset[UnguardedLane]] = {}  # job → losses of what is protected
         self._held: dict[str, asyncio.TimerHandle] = {}
@@ -149,7 +149,7 @@ class TurnService:
         """Ends the turn of a job that is dropped."""
         self.release(name)
         self._protected.pop(name, None)
-        self._rates.pop(name, None)
+        self._last.pop(name, None)
         self._noted.pop(name, None)
         self._end(name)
 
@@ -175,7 +175,15 @@ class TurnService:
         if not job.guard_lanes or job.round is None:
             return None
         now, pins, turn = time.monotonic(), job.round.outcome.pins, self._turns.get(job.id)
-        status = pb.ExchangeStatus(protected=pins.protected, turn=pins.turn, bytes_per_s=self._rates.get(job.id, 0.0))
+        sent_bytes = parity.sent_bytes(job)
+        pace = self._mover.pace(sent_bytes)
+        status = pb.ExchangeStatus(
+            protected=pins.protected, turn=pins.turn, sent_bytes=sent_bytes, pace_bytes_per_s=pace.bytes_per_s,
+            pace_reason=pace.reason, **parity.memory(job),
+        )  # fmt: skip
+        if (last := self._last.get(job.id)) is not None and last.took_s is not None:
+            status.last_turn_s = last.took_s
+            status.bytes_per_s = last.received_bytes / max(last.took_s, 1e-9)
         version, since_s = self._protected.get(job.id, (None, now))
         if version == Version(job.epoch, pins.protected):
             status.protected_age_s = now - since_s
@@ -240,7 +248,7 @@ class TurnService:
         if all(outcomes):
             turn.took_s = took_s
             if turn.received_bytes:
-                self._rates[job.id] = turn.received_bytes / max(took_s, 1e-9)
+                self._last[job.id] = turn
             log.info(
                 "job=%s parity of %s is sealed here: %d bytes in %.2f s", job.id, turn.version, turn.nbytes, took_s
             )

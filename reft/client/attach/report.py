@@ -15,13 +15,14 @@ from reft.client.schedule import hooks
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.core.budget import format_bytes
+from reft.core.budget import SLOTS, format_bytes
 from reft.core.coding.placement import Exposure, Placement, exchange_cost, exposures
 from reft.core.commit.version import Version
 from reft.core.recovery.holdings import fresh_start_block
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.recovery.restart_loop import went_back
 from reft.core.recovery.stripes import slot_name
+from reft.core.status.protection import protection_counts
 from reft.core.text import counted
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
@@ -116,12 +117,13 @@ def exchange(placement: Placement, nodes: Sequence[pb.Node]) -> list[str]:
     cost = exchange_cost(placement, [node.ranks for node in nodes])
     if cost is None:
         return []
-    coded = sum(lane.nbytes for lane in placement.lanes if lane.code.f)
-    cells = f"{format_bytes(coded)} in cells; " if coded else ""
+    counts = protection_counts(placement, 0)
+    kinds = (("aec_bytes", "of replicas by codes; "), ("arc_bytes", "of replicas by copies; "))
+    replicas = "".join(f"{format_bytes(counts[key])} {words}" for key, words in kinds if counts[key])
     return [
-        f"protected: {cells}{format_bytes(cost.nbytes)} exist once, and {counted(cost.nodes, 'node')} exchange parity of them "
+        f"protected: {replicas}{format_bytes(cost.nbytes)} exist once, and {counted(cost.nodes, 'node')} exchange parity of them "
         f"after whole steps: up to {format_bytes(cost.turn_bytes)} sent a turn and node, {format_bytes(cost.parity_bytes)} "
-        f"of parity a node, {placement.slots} slots a rank."
+        f"of parity a node, {placement.slots} slots a rank in place of {SLOTS}."
     ]
 
 

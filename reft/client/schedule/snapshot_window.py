@@ -39,10 +39,12 @@ from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import OverheadEstimate
 from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
+from reft.core.status.protection import NO_COUNTS
 from reft.errors import RestoreError
 
 log = logging.getLogger("reft")
 CLOSE_WAIT_S = 2.0
+UNPROTECTED = {**NO_COUNTS, "protected_step": -1, "turn_s": -1.0}
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
 
 
@@ -296,6 +298,7 @@ class SnapshotWindow:
             "stall_ms": 1000 * copy_stats.stall_s / max(history.sealed, 1),
             "bubble_fraction": copy_stats.written(Tier.GAP) / max(copy_stats.written(), 1),
             **{name: copy_stats.written(tier) for name, tier in TIER_BYTES.items()},
+            **(snapshots.protection_stats() if snapshots else UNPROTECTED),
         }
 
     def trace(self) -> dict[str, Any]:

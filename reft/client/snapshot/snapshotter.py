@@ -33,6 +33,7 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.relayout import holds_at
 from reft.core.commit.snapshot_cadence import CadenceFacts
 from reft.core.pipeline.course import PacingPlan
+from reft.core.status.protection import protection_counts
 from reft.errors import ReftError
 
 log = logging.getLogger("reft")
@@ -235,6 +236,19 @@ class Snapshotter:
         """
         placement = self.facts.placement
         return not exposures(placement) and (not placement.guard_lanes or self.reporter.pins.protected >= step)
+
+    def protection_stats(self) -> dict[str, float]:
+        """Returns the numbers of `Session.stats` on the job's protection."""
+        placement = self.facts.placement
+        if placement.guard_lanes:
+            protected_step = self.reporter.pins.protected
+        else:
+            protected_step = -1 if exposures(placement) else self.whole_step
+        return {
+            **protection_counts(placement, self.facts.rank),
+            "protected_step": protected_step,
+            "turn_s": self.reporter.turn_meter.last_s,
+        }
 
     def misfits(self) -> bool:
         """Decides whether this rank's state misfits the placement, by the last snapshot."""

@@ -114,11 +114,18 @@ def _on_guard(plan: RecoveryPlan, placements: Mapping[Epoch, Placement]) -> str:
     return f" {survives(plan.base.step, plan.guard.step)}."
 
 
-def survives(newest: int, protected: int) -> str:
-    """Returns the words on the newest step, and on the newest protected one."""
+def survives(newest: int, protected: int, nodes: int = 1) -> str:
+    """Returns the words on the newest step, and on the newest protected one.
+
+    Args:
+        newest: the newest step that survives lost processes.
+        protected: the newest step that survives lost nodes.
+        nodes: how many lost nodes, whichever they are.
+    """
+    loss = "any node" if nodes == 1 else f"any {nodes} nodes"
     if newest == protected:
-        return f"Step {newest} survives any node"
-    return f"Step {newest} survives processes, step {protected} survives any node"
+        return f"Step {newest} survives {loss}"
+    return f"Step {newest} survives processes, step {protected} survives {loss}"
 
 
 def may_start_fresh(inventory: Inventory, erased: Collection[tuple[str, str, Version]]) -> bool:

@@ -118,10 +118,12 @@ def judge(job: JobFacts) -> tuple[Health, str]:
 
 def _on_nodes(job: JobFacts) -> str:
     """Returns a sentence on the newest protected step, if that is an older one."""
-    protected = job.protection.version if job.protection else None
-    if job.whole is None or protected is None or not protected.is_older_than(job.whole):
+    protection = job.protection
+    if job.whole is None or protection is None or protection.version is None:
         return ""
-    return f" {survives(job.whole.step, protected.step)}."
+    if not protection.version.is_older_than(job.whole):
+        return ""
+    return f" {survives(job.whole.step, protection.version.step, protection.tolerated)}."
 
 
 def _judge_incomplete(job: JobFacts, names: str) -> tuple[Health, str]:

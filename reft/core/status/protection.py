@@ -17,12 +17,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Final
 
+from reft.core.budget import SLOTS
 from reft.core.coding.placement import Exposure, Lane, Placement, exposures
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan, plan, sealed_parity
 from reft.core.status.loss_analysis import LossAnalysis
+
+SCHEMES: Final = ("aec", "arc", "exchange", "none")
+NO_COUNTS: Final = dict.fromkeys(
+    (*(f"{scheme}_bytes" for scheme in SCHEMES), "turn_bytes", "parity_bytes", "extra_slot_bytes"), 0
+)
 
 
 class ProtectionWord(Enum):
@@ -42,6 +49,7 @@ class ProtectionGroup:
         f: parity shards of a stripe; f shards may be lost.
         nbytes: bytes of the state, each counted once.
         cells: number of cells; of the exchange: of lanes.
+        reason: why this scheme, in a few words.
     """
 
     scheme: str
@@ -50,6 +58,7 @@ class ProtectionGroup:
     f: int
     nbytes: int
     cells: int
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,17 +186,17 @@ def _loss_analysis(
 
 def groups(placement: Placement) -> tuple[ProtectionGroup, ...]:
     """Returns the lanes grouped by code, the largest group first."""
-    nbytes: dict[tuple[str, int, int, int], int] = {}
-    cells: dict[tuple[str, int, int, int], set[int]] = {}
+    nbytes: dict[tuple[str, int, int, int, str], int] = {}
+    cells: dict[tuple[str, int, int, int, str], set[int]] = {}
     for lane in placement.lanes:
-        key = (_scheme(lane), lane.D, lane.code.k, lane.code.f)
+        key = (_scheme(lane), lane.D, lane.code.k, lane.code.f, _reason(lane, placement))
         nbytes[key] = nbytes.get(key, 0) + lane.nbytes
         cells.setdefault(key, set()).add(lane.cell)
     for number, guard in enumerate(placement.guard_lanes):
-        key = ("exchange", guard.D, guard.code.k, guard.code.f)
+        key = ("exchange", guard.D, guard.code.k, guard.code.f, "one holder")
         nbytes[key] = nbytes.get(key, 0) + sum(guard.sizes)
         cells.setdefault(key, set()).add(number)
-    protection_groups = [ProtectionGroup(*key, nbytes[key], len(cells[key])) for key in nbytes]
+    protection_groups = [ProtectionGroup(*key[:4], nbytes[key], len(cells[key]), reason=key[-1]) for key in nbytes]
     return tuple(
         sorted(protection_groups, key=lambda group: (-group.nbytes, group.scheme, group.domains, group.k, group.f))
     )
@@ -205,3 +214,37 @@ def meant(placement: Placement) -> int:
 
 def _scheme(lane: Lane) -> str:
     return "none" if not lane.code.f else "arc" if lane.code.k == 1 else "aec"
+
+
+def _reason(lane: Lane, placement: Placement) -> str:
+    """Returns why the leaves of a lane are kept as they are."""
+    if not lane.code.f:
+        return "one domain" if lane.D == 1 else "settings"
+    if lane.code.k == 1 and lane.D > lane.code.f + 1:
+        return "settings" if placement.scheme == "arc" else "small replicas"
+    return "replicas"
+
+
+def protection_counts(placement: Placement, rank: int) -> dict[str, int]:
+    """Returns the numbers of `Session.stats` on the job's protection.
+
+    Args:
+        placement: the placement of the job.
+        rank: whose part of a turn, and of the memory, is counted.
+    """
+    kept = dict.fromkeys(SCHEMES, 0)
+    for group in groups(placement):
+        kept[group.scheme] += group.nbytes
+    division = placement.division
+    kept["none"] += sum(
+        division.unreplicated_bytes[digest]
+        for number, digest in enumerate(division.layout_of)
+        if placement.guard_lane_of(number) is None
+    )
+    counts = NO_COUNTS | {f"{scheme}_bytes": nbytes for scheme, nbytes in kept.items()}
+    place = placement.guard_lane_of(rank)
+    if place is not None:
+        lane = placement.guard_lanes[place[0]]
+        counts["turn_bytes"], counts["parity_bytes"] = lane.sent_bytes(place[1]), lane.buffers_bytes
+        counts["extra_slot_bytes"] = (placement.slots - SLOTS) * placement.rank_placement(rank).data_bytes
+    return counts

@@ -789,7 +789,7 @@ class JobStatus(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ..., exchange: _Optional[_Union[ExchangeStatus, _Mapping]] = ...) -> None: ...
 
 class ExchangeStatus(_message.Message):
-    __slots__ = ("protected", "protected_age_s", "turn", "turn_age_s", "turn_bytes", "received_bytes", "bytes_per_s", "lanes")
+    __slots__ = ("protected", "protected_age_s", "turn", "turn_age_s", "turn_bytes", "received_bytes", "bytes_per_s", "lanes", "last_turn_s", "sent_bytes", "pace_bytes_per_s", "pace_reason", "parity_bytes", "extra_slot_bytes")
     PROTECTED_FIELD_NUMBER: _ClassVar[int]
     PROTECTED_AGE_S_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
@@ -798,6 +798,12 @@ class ExchangeStatus(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     LANES_FIELD_NUMBER: _ClassVar[int]
+    LAST_TURN_S_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PACE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PACE_REASON_FIELD_NUMBER: _ClassVar[int]
+    PARITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     protected: int
     protected_age_s: float
     turn: int
@@ -806,7 +812,13 @@ class ExchangeStatus(_message.Message):
     received_bytes: int
     bytes_per_s: float
     lanes: _containers.RepeatedCompositeFieldContainer[UnguardedLane]
-    def __init__(self, protected: _Optional[int] = ..., protected_age_s: _Optional[float] = ..., turn: _Optional[int] = ..., turn_age_s: _Optional[float] = ..., turn_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ...) -> None: ...
+    last_turn_s: float
+    sent_bytes: int
+    pace_bytes_per_s: int
+    pace_reason: str
+    parity_bytes: int
+    extra_slot_bytes: int
+    def __init__(self, protected: _Optional[int] = ..., protected_age_s: _Optional[float] = ..., turn: _Optional[int] = ..., turn_age_s: _Optional[float] = ..., turn_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ..., last_turn_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., pace_bytes_per_s: _Optional[int] = ..., pace_reason: _Optional[str] = ..., parity_bytes: _Optional[int] = ..., extra_slot_bytes: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots", "repaired_slots")

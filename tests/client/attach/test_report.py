@@ -61,7 +61,7 @@ def shards(tolerate: int | None = None, slots: int = 4, one: int = 3 << 20) -> P
 def test_the_exchange_is_announced_with_its_cost():
     assert report.exchange(shards(), NODES) == [
         "protected: 24.0 MiB exist once, and 4 nodes exchange parity of them after whole steps: up to 6.0 MiB sent a turn "
-        "and node, 4.0 MiB of parity a node, 4 slots a rank."
+        "and node, 4.0 MiB of parity a node, 4 slots a rank in place of 3."
     ]
     assert report.exchange(shards(slots=3), NODES) == [] == report.exchange(placed(500, [1, 1]), NODES)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.holdings import Holdings, HoldingState
 from reft.core.status.health import LAG_STEPS, Health, JobFacts, RankFacts, held_version, judge, survival
+from reft.core.status.protection import Protection
 
 EPOCH = Epoch(1, b"1" * 16)
 
@@ -100,3 +103,10 @@ def test_a_version_is_held_only_if_it_can_be_restored():
     assert held_version(at(6), held) == at(6), "step 8 is not announced yet"
     assert held_version(None, held) == at(8), "all trainers died before it was announced"
     assert held_version(at(10), None) == at(10) and held_version(None, LOST) is None
+
+
+@pytest.mark.parametrize(("tolerated", "loss"), [(1, "any node"), (2, "any 2 nodes")])
+def test_the_protected_step_is_named_with_the_number_of_nodes_that_it_survives(tolerated, loss):
+    protection = Protection(at(40), (), tolerated, tolerated, (), True, 6, (), newest=at(46))
+    job = JobFacts(2, ranks(), at(46), "tmpfs", protection=protection)
+    assert judge(job)[1].endswith(f" Step 46 survives processes, step 40 survives {loss}.")

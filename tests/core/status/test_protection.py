@@ -13,7 +13,16 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot
-from reft.core.status.protection import Protection, ProtectionGroup, ProtectionWord, protection
+from reft.core.status.protection import (
+    NO_COUNTS,
+    Protection,
+    ProtectionGroup,
+    ProtectionWord,
+    groups,
+    protection,
+    protection_counts,
+)
+from tests.core.coding import test_placement as places
 
 EPOCH = Epoch(1, b"e" * 16)
 DECISION = Decision(EPOCH, None)
@@ -54,7 +63,7 @@ def test_intact():
         (),
     )
     assert protected.version == Version(EPOCH, 7) and protected.nodes == 4 and not protected.survives_pairs
-    assert protected.groups == (ProtectionGroup("aec", 4, 3, 1, SIZE, 1),) and protected.exposed == ()
+    assert protected.groups == (ProtectionGroup("aec", 4, 3, 1, SIZE, 1, "replicas"),) and protected.exposed == ()
 
 
 def test_after_a_loss_less_survives():
@@ -103,3 +112,38 @@ def test_without_a_placement_protection_is_unknown():
     held, copies = holdings(2, 1, 7, {0, 1})
     assert protection(held, copies, {}, DECISION, {}) is None
     assert protection(held, copies, {}, None, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("placement", "scheme", "reason"),
+    [
+        (placed(4, 1), "aec", "replicas"),
+        (placed(2, 1), "arc", "replicas"),
+        (placed(4, 1, "arc"), "arc", "settings"),
+        (placed(4, 0), "none", "settings"),
+        (placed(4, 1, "none"), "none", "settings"),
+        (places.placed(500, [2]), "none", "one domain"),
+        (places.placed(500, [1] * 8, tolerate=1), "arc", "small replicas"),
+    ],
+)
+def test_each_group_says_why_it_is_kept_so(placement, scheme, reason):
+    assert [(group.scheme, group.reason) for group in groups(placement)] == [(scheme, reason)]
+
+
+def test_the_counts_of_a_job_that_exchanges():
+    """Two ranks share node 0, so rank 1 or rank 0 has no partner."""
+    placement = places.sharded([9 << 20, 1 << 20, 9 << 20], [0, 0, 1])
+    (lane,) = placement.guard_lanes
+    assert lane.members == (0, 2)
+    counts = protection_counts(placement, 0)
+    assert counts == {
+        "aec_bytes": 0, "arc_bytes": 0, "exchange_bytes": 18 << 20, "none_bytes": 1 << 20,
+        "turn_bytes": 9 << 20, "parity_bytes": 18 << 20, "extra_slot_bytes": placement.rank_placement(0).data_bytes,
+    }  # fmt: skip
+    without = protection_counts(placement, 1)
+    assert without == counts | {"turn_bytes": 0, "parity_bytes": 0, "extra_slot_bytes": 0}
+
+
+def test_the_counts_of_a_job_that_exchanges_nothing():
+    assert protection_counts(placed(4, 1), 2) == NO_COUNTS | {"aec_bytes": SIZE}
+    assert protection_counts(places.sharded([9, 9], [0, 1], "none"), 0)["exchange_bytes"] == 0

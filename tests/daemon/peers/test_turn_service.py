@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from reft.core.coding.turn_pace import fixed_limit
 from reft.core.commit.decision import Decision
 from reft.core.commit.pins import UnguardedLane
 from reft.core.commit.slots import SlotState
@@ -449,3 +450,49 @@ def test_the_address_of_a_mover():
     assert mover_address(far, pb.OpenBulkReply(port=5)) == ("fd00::7", 5, "fd00::7")
     assert mover_address(far, pb.OpenBulkReply(port=5, address="10.0.0.1")) == ("10.0.0.1", 5, "fd00::7")
     assert mover_address(near, pb.OpenBulkReply(port=5)) == ("127.0.0.1", 5, "127.0.0.1")
+
+
+def test_status_says_what_the_exchange_sends_how_fast_and_what_it_keeps(play):
+    async def act(nodes: Nodes) -> None:
+        for mover in nodes.movers:
+            mover.settings = MoverSettings(limit=fixed_limit(1 << 20))
+        await nodes.attach()
+        job, service, lane = nodes.jobs[1], nodes.services[1], nodes.lane
+        before = service.status(job)
+        assert (before.last_turn_s, before.bytes_per_s) == (0, 0)
+        assert before.sent_bytes == lane.sent_bytes(1) < 1 << 20
+        assert (before.pace_bytes_per_s, before.pace_reason) == (0, "a turn takes less than a second")
+        assert before.parity_bytes == sum(slot.file_bytes for slot in job.slots.parity.values()) > 2 * lane.parity_bytes
+        assert before.extra_slot_bytes == job.slots.of_rank(1)[0].file_bytes, "of four slots, one"
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        nodes.pins(turn=-1, protected=1)
+        after = service.status(job)
+        assert after.last_turn_s > 0
+        assert after.bytes_per_s == pytest.approx(
+            sum(lane.sent_bytes(i) for i in range(3)) / 3 / after.last_turn_s, rel=0.5
+        )
+        service.drop("job")
+        assert service.status(job).last_turn_s == 0
+
+    play(act)
+
+
+def test_the_pace_of_a_job_is_that_of_all_its_ranks_here(play, monkeypatch):
+    granted = []
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        job, mover = nodes.jobs[1], nodes.movers[1]
+        grant = mover.grant
+
+        async def listened(name, slots, sent_bytes):
+            granted.append(sent_bytes)
+            return await grant(name, slots, sent_bytes)
+
+        mover.grant = listened
+        await nodes.services[1].open_bulk(job)
+        assert granted == [nodes.lane.sent_bytes(1)]
+
+    play(act)
