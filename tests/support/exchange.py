@@ -62,12 +62,12 @@ def write_step(slot: SlotMap, version: Version, data: bytes) -> None:
 class ShardedJob(Job):
     """A job whose ranks, one on each node, have one replicated leaf and one of their own."""
 
-    def __init__(self, daemons: Sequence[DaemonProcess], sizes: Sequence[int], pid: int) -> None:
+    def __init__(self, daemons: Sequence[DaemonProcess], sizes: Sequence[int], pid: int, tolerate: int = -1) -> None:
         nodes = [(daemon, [rank]) for rank, daemon in enumerate(daemons)]
-        super().__init__(nodes, **exchange_fields(sizes))
+        super().__init__(nodes, **exchange_fields(sizes) | {"tolerate": tolerate})
         self.placement = placement_of(self.manifest)
         (self.lane,) = self.placement.guard_lanes
-        self.pid = pid
+        self.sizes, self.pid = sizes, pid
         self.maps_of: dict[int, list[SlotMap]] = {}
 
     def begin(self) -> ShardedJob:

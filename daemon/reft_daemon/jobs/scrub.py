@@ -7,7 +7,7 @@ A slot may lie for a day until somebody starts its job again; a flipped bit woul
 that restart. A damaged slot counts as lost from the moment of the scrub: surveys leave it out, so
 `status` says what is survivable without it, and an attach decodes it from other nodes. Once no
 trainer of the job lives here, `reft_daemon/rebuild/repair.py` makes the slot again. Until then its
-bytes stay, or until the slot is written again or freed.
+bytes stay, or until the slot is written again or freed. Parity slots are read like all others.
 
 The scrub reads only slots of jobs that have sealed nothing for a minute, at a bounded rate. What a
 turn reads is decided by functions of plain values, at the end of this module.
@@ -109,12 +109,13 @@ async def take_turn(jobs: Mapping[str, JobRecord], counts: ScrubCounts, now_s: f
         jobs[key[0]].changes.put(key[0], ChangeKind.OUTCOME)  # it may be part of what is protected
         log.error(
             "job=%s slot=%s, rank %d, %s has changed in memory: %s. It counts as lost. This daemon makes it again "
-            "once no trainer lives here, or an attach does, if other nodes hold enough.",
+            "once no trainer lives here, or %s does, if other nodes hold enough.",
             key[0],
             slot.name,
             slot.rank,
             version,
             ", ".join(bad),
+            "the next turn" if slot.is_parity else "an attach",
         )
     return nbytes
 

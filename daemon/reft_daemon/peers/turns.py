@@ -7,6 +7,7 @@
                           no room, a mover that ends again ───────► note_unguarded(T, lane, why)
     pins(protected = P) ─► parity or slot of P is gone here ──────► note_unguarded(P, lane, why)
     pins without T, or another T ─► the turn ends; the mover unmaps the job's slots
+    parity is damaged, no trainer lives ─► its lane is made again, outside a turn (make_again)
     an attach begins ─► no turn until its decision, at most HOLD_S
 
 The mover moves the bytes (`reft_daemon/mover`), the coordinator decides (`core/commit/pins.py`).
@@ -169,6 +170,34 @@ class TurnService:
         ]
         ticket, port = await self._mover.grant(job.id, slots, parity.sent_bytes(job))
         return pb.OpenBulkReply(port=port, ticket=ticket, address=self._bulk_host)
+
+    async def make_again(self, job: JobRecord, local: LocalLane, version: Version) -> None:
+        """Makes damaged parity of a version again, outside a turn. A turn or an attach ends this.
+
+        Raises:
+            ReftError: the parity can't be made again now.
+        """
+        if job.id in self._turns or job.id in self._held:
+            raise AttachError(f"a turn or an attach of job {job.id} is under way.")
+        turn = self._turns[job.id] = JobTurn(version)
+        turn.task = task = self._start(self._make_alone(job, turn, local))
+        await asyncio.wait({task})
+        if self._turns.get(job.id) is turn:
+            await asyncio.wait({self._end(job.id)})
+        if task.cancelled():
+            raise AttachError(f"a turn or an attach of job {job.id} has begun meanwhile.")
+        if error := task.result():
+            raise error
+
+    async def _make_alone(self, job: JobRecord, turn: JobTurn, local: LocalLane) -> ReftError | None:
+        """Returns why the parity of one lane can't be made; None: it is sealed."""
+        try:
+            await self._make(job, turn, local)
+        except ReftError as error:
+            return error
+        except OSError as error:
+            return AttachError(str(error))
+        return None
 
     def status(self, job: JobRecord) -> pb.ExchangeStatus | None:
         """Returns the state of the job's exchange; None if nothing is exchanged."""

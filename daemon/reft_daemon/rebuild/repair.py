@@ -1,11 +1,15 @@
-"""Makes slots again that the scrub found damaged, from the slots of other nodes.
+"""Makes slots again that the scrub found damaged, from slots of other nodes.
 
     damaged slot, idle job ─► inventories of the job's nodes ─► plan without this slot
       ─► Rebuild: a draft beside it, paced ─► as it was sealed? ─► SEALED ─► damaged slot freed
                                                  no: the slot stays damaged, and the log says so
+    damaged parity slot    ─► its lane is folded again, beside it ─► SEALED ─► damaged slot freed
 
 This is what `reft-cli recover` does for the slots of a lost node, for one slot. The damaged slot
 itself is never written: a trainer that leases it meanwhile ends the repair, and keeps the slot.
+Leaves that exist once are decoded from the parity of the same version. A version that no turn
+protected has none: its slot stays damaged. Parity is made again by the mover, as in a turn, and at
+its pace; parity of an earlier attach is not.
 
 A repair waits until no trainer of the job has lived here for a minute, and leaves alone an attach
 that may still be refused. A slot that can't be repaired is tried again, since a node may come back.
@@ -34,6 +38,7 @@ from reft.wire.rebuild_request import rebuild_request
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import SlotFile
+from reft_daemon.jobs import parity
 from reft_daemon.jobs.inventory import fill_inventory
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.scrub import BYTES_PER_S, SlotKey, is_idle
@@ -91,7 +96,7 @@ async def repair_next(registry: Registry, tries: dict[SlotKey, RepairTry], now_s
     last, tries[key] = tries.get(key), RepairTry(version, now_s, "")
     what = f"job={job.id} slot={slot.name}, rank {slot.rank}, {version}"
     try:
-        await _repair(registry, job, slot, version)
+        await (_repair_parity if slot.is_parity else _repair)(registry, job, slot, version)
     except (ReftError, OSError, ValueError, grpc.RpcError) as error:
         tries[key] = RepairTry(version, now_s, reason_of(error))
         if last is None or (last.version, last.reason) != (version, tries[key].reason):
@@ -107,7 +112,7 @@ def damaged_slots(jobs: Collection[JobRecord], now_s: float) -> dict[SlotKey, tu
         (job.id, slot.name): (job, slot, slot.damaged)
         for job in jobs
         if may_repair(job, now_s)
-        for slot in job.slots.all.values()
+        for slot in job.slots.readable.values()
         if slot.damaged is not None and is_damaged(slot, slot.damaged)
     }
 
@@ -154,13 +159,28 @@ async def _repair(registry: Registry, job: JobRecord, slot: SlotFile, version: V
             job.arena.free(slots.pop(slot.name))
 
 
+async def _repair_parity(registry: Registry, job: JobRecord, slot: SlotFile, version: Version) -> None:
+    """Makes parity of a version again in another slot, and frees the damaged one.
+
+    Raises:
+        ReftError: the parity can't be made again now.
+    """
+    lanes = [local for local in parity.local_lanes(job) if local.rank == slot.rank]
+    if version.epoch != job.epoch or not lanes:
+        raise AttachError(f"{version} is of an earlier attach; a turn of a newer step takes its place.")
+    await registry.turns.make_again(job, lanes[0], version)
+    if is_damaged(slot, version) and job.slots.parity.get(slot.name) is slot:
+        job.arena.free(job.slots.parity.pop(slot.name))
+
+
 async def _survey(registry: Registry, job: JobRecord, slot: SlotFile, version: Version) -> JobSurvey:
     """Returns what the nodes of the job hold that answer now.
 
     The capsule in the damaged slot counts if no node has another copy, and its digest is right.
     """
     own, record = registry.arena.node_id, job.record
-    nodes = {node.id: node for manifest in (record.base_manifest, record.manifest) for node in manifest.nodes}
+    manifests = record.guard_manifest, record.base_manifest, record.manifest  # the newest one counts
+    nodes = {node.id: node for manifest in manifests for node in manifest.nodes}
     others = [node for node in nodes.values() if node.id != own]
     surveyed = await asyncio.gather(*(_inventory(registry, job, node) for node in others))
     replies = {each.node.id: each.reply for each in surveyed if is_itself(each) and each.reply.HasField("decision")}

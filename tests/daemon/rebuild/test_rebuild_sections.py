@@ -27,7 +27,7 @@ class SlotsJob(ShardedJob):
         chance = torch.Generator().manual_seed(step)
         tensors = {"shared": torch.randint(0, 256, (SHARED,), generator=chance, dtype=torch.uint8)}
         tensors[f"own{rank}"] = torch.randint(
-            0, 256, (SIZES[rank],), generator=chance.manual_seed(100 * step + rank), dtype=torch.uint8
+            0, 256, (self.sizes[rank],), generator=chance.manual_seed(100 * step + rank), dtype=torch.uint8
         )
         leaves = [leaf_of(name, tensor, False) for name, tensor in tensors.items()]
         plan = plan_save(self.placement, rank, leaves, {}, ParityTiling())
