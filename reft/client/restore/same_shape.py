@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 
 from reft.client.restore.opened import OldRank, RestoreContext, RestoreMatch
 from reft.core.coding.placement import Placement
@@ -25,6 +26,10 @@ from reft.core.recovery.plan import (
 )
 from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
 from reft.wire.v1 import daemon_pb2 as pb
+
+# (offset in the slot, leaf) of unreplicated leaves, ascending
+Section = Sequence[tuple[int, Leaf]]
+SECTION = "unreplicated leaves"  # target name of their need
 
 
 def match_same_shape(
@@ -44,16 +49,20 @@ def match_same_shape(
     elsewhere = absent | {name for name, place in own.places.items() if place == pb.UNREPLICATED}
     leaves = own.layout.leaves if own.slot else [leaf for leaf in predicted if leaf.name not in absent]
     needs = same_shape_needs(placement, cells_near(placement, readers, rank), sizes)
-    own_needs = needs_of_own_leaves(rank, own, {leaf.name: leaf.nbytes for leaf in leaves})
-    lost_needs = needs_of_section(placement, rank, absent) if rank in context.plan.sections else []
-    kept = {need.name for need in (*own_needs, *lost_needs)}
-    layout, offsets = _live_layout(placement, rank, elsewhere, [leaf for leaf in leaves if leaf.name in kept])
+    is_decoded = rank in context.plan.sections
+    section = foreseen_section(placement, rank, absent) if is_decoded else stored_section(own)
+    section_needs = needs_of_section(rank, section)
+    inline_needs = needs_of_inline_leaves(rank, own, {leaf.name: leaf.nbytes for leaf in leaves})
+    inline = {need.name for need in inline_needs}
+    layout, offsets = _live_layout(
+        placement, rank, elsewhere, section, [leaf for leaf in leaves if leaf.name in inline]
+    )
     return RestoreMatch(
         opened,
         sorted(leaves, key=lambda leaf: order.get(leaf.name, len(order))),
         (
             TransferPlan(
-                (*needs, *lost_needs),
+                [*needs, *section_needs] if is_decoded else needs,
                 placement,
                 readers,
                 context.lost,
@@ -61,7 +70,9 @@ def match_same_shape(
                 sizes=sizes,
                 sections=context.plan.sections,
             ),
-            plan_for_itself(own_needs, placement, rank, readers, sizes),
+            plan_for_itself(
+                inline_needs if is_decoded else [*section_needs, *inline_needs], placement, rank, readers, sizes
+            ),
         ),
         layout,
         offsets,
@@ -69,31 +80,15 @@ def match_same_shape(
     )
 
 
-def needs_of_own_leaves(rank: int, own: OldRank, nbytes_of: Mapping[str, int]) -> list[PieceTransfer]:
-    """Returns the needs of a rank's unreplicated and inline leaves, which no other rank has.
-
-    Args:
-        rank: the rank.
-        own: its slot or capsule.
-        nbytes_of: name → size of the leaf.
-    """
-    placed = [
-        (leaf.name, PieceSource.SLOT, at)
-        for leaf, at in zip(own.layout.leaves, own.layout.offsets, strict=True)
-        if own.places[leaf.name] == pb.UNREPLICATED
-    ]
-    riders = list(own.tree["riders"])
-    ends = accumulate((nbytes_of[name] for name in riders), initial=0)
-    placed += [(name, PieceSource.CAPSULE, at) for name, at in zip(riders, ends, strict=False)]
-    return [
-        _own_need(name, nbytes_of[name], PieceLocation(where, rank, at))
-        for name, where, at in placed
-        if nbytes_of[name]
-    ]
+def stored_section(own: OldRank) -> Section:
+    """Returns the unreplicated leaves in a rank's slot."""
+    placed = zip(own.layout.offsets, own.layout.leaves, strict=True)
+    stored = [(at, leaf) for at, leaf in placed if leaf.nbytes and own.places[leaf.name] == pb.UNREPLICATED]
+    return sorted(stored, key=itemgetter(0))
 
 
-def needs_of_section(placement: Placement, rank: int, absent: Collection[str]) -> list[PieceTransfer]:
-    """Returns the needs of the unreplicated leaves of a rank that lost its slot.
+def foreseen_section(placement: Placement, rank: int, absent: Collection[str]) -> Section:
+    """Returns the unreplicated leaves of a rank that lost its slot.
 
     Args:
         placement: the placement that the base was written with.
@@ -102,9 +97,34 @@ def needs_of_section(placement: Placement, rank: int, absent: Collection[str]) -
     """
     part = placement.rank_placement(rank)
     return [
-        _own_need(leaf.name, leaf.nbytes, PieceLocation(PieceSource.SLOT, rank, part.unreplicated_offset + at))
-        for leaf, at in zip(part.unreplicated.leaves, part.unreplicated.offsets, strict=True)
+        (part.unreplicated_offset + at, leaf)
+        for at, leaf in zip(part.unreplicated.offsets, part.unreplicated.leaves, strict=True)
         if leaf.nbytes and leaf.name not in absent
+    ]
+
+
+def needs_of_section(rank: int, section: Section) -> list[PieceTransfer]:
+    """Returns one need for all unreplicated leaves: they keep their distances in live memory."""
+    if not section:
+        return []
+    begin, (last, leaf) = section[0][0], section[-1]
+    return [_own_need(SECTION, last + leaf.nbytes - begin, PieceLocation(PieceSource.SLOT, rank, begin))]
+
+
+def needs_of_inline_leaves(rank: int, own: OldRank, nbytes_of: Mapping[str, int]) -> list[PieceTransfer]:
+    """Returns the needs of a rank's inline leaves, which lie end to end in its capsule.
+
+    Args:
+        rank: the rank.
+        own: its capsule.
+        nbytes_of: name → size of the leaf.
+    """
+    names = list(own.tree["riders"])
+    ends = accumulate((nbytes_of[name] for name in names), initial=0)
+    return [
+        _own_need(name, nbytes_of[name], PieceLocation(PieceSource.CAPSULE, rank, at))
+        for name, at in zip(names, ends, strict=False)
+        if nbytes_of[name]
     ]
 
 
@@ -121,7 +141,7 @@ def plan_for_itself(
 
 
 def _live_layout(
-    placement: Placement, rank: int, elsewhere: Collection[str], own: Sequence[Leaf]
+    placement: Placement, rank: int, elsewhere: Collection[str], section: Section, inline: Sequence[Leaf]
 ) -> tuple[Layout, dict[str, int]]:
     """Returns a rank's live memory: its cells, then the leaves that only it has; and all targets.
 
@@ -130,7 +150,8 @@ def _live_layout(
         rank: the rank.
         elsewhere: leaves without bytes in a cell: they did not exist yet, or were stored
             unreplicated.
-        own: the leaves that only this rank has.
+        section: the rank's unreplicated leaves.
+        inline: the rank's inline leaves.
     """
     leaves, at, offsets, end = list[Leaf](), list[int](), dict[str, int](), 0
     for number in placement.division.cells_of[placement.division.layout_of[rank]]:
@@ -141,7 +162,12 @@ def _live_layout(
                 leaves.append(leaf)
                 at.append(end + offset)
         end = align(end + cell.nbytes)
-    for leaf in own:
+    offsets[SECTION] = begin = end
+    for offset, leaf in section:
+        leaves.append(leaf)
+        at.append(begin + offset - section[0][0])
+        end = align(at[-1] + leaf.nbytes)
+    for leaf in inline:
         offsets[leaf.name] = end
         leaves.append(leaf)
         at.append(end)

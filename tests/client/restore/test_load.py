@@ -17,7 +17,7 @@ from reft.client.restore.executor import NO_RANK, LiveTarget, LoadProgress, Load
 from reft.client.restore.opened import OldRank, OpenReport, RestoreContext
 from reft.client.restore.remote_slots import SlotOpener
 from reft.client.restore.restore import Restore
-from reft.client.restore.same_shape import needs_of_own_leaves, plan_for_itself
+from reft.client.restore.same_shape import SECTION, needs_of_section, plan_for_itself, stored_section
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.verify import PeerMessages
@@ -329,12 +329,11 @@ def test_unreplicated_leaves_are_loaded_from_the_ranks_own_slot(world, sizes):
         own = OldRank(
             {"riders": {}}, (), job.slots[rank], unreplicated, {leaf.name: pb.UNREPLICATED for leaf in leaves}
         )
-        needs = needs_of_own_leaves(rank, own, {leaf.name: leaf.nbytes for leaf in leaves})
+        needs = needs_of_section(rank, stored_section(own))
         plan = plan_for_itself(needs, job.placement, rank, SlotReaders.of({}, job.nodes, world), sizes)
         for is_damaged in (False, True):
             slot = SlotReader(job.slots[rank], unreplicated.data_bytes, lambda _: None)
-            offsets = {leaf.name: at for leaf, at in zip(leaves, ends, strict=True)}
-            target = LiveTarget(FlatTensorView(leaves, ends, job.live[rank]), offsets)
+            target = LiveTarget(FlatTensorView(leaves, ends, job.live[rank]), {SECTION: ends[0]})
             executor = TransferExecutor(sizes, CHUNK, PeerMessages(None, rank), {rank: slot}, target, StripeDecoder())
             report = executor.load(plan.operations(rank))
             assert report == LoadReport((rank,) if is_damaged else ())

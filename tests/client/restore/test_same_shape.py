@@ -27,8 +27,9 @@ WORLD, LOST = 3, 2
 
 
 def state(rank: int) -> Tensors:
-    """Returns replicas, two small leaves of this rank only, and a large one unless it is LOST."""
-    large = {} if rank == LOST else {f"own{rank}.large": random((INLINE_BYTES_MAX // 4 + 9,), torch.float32, rank)}
+    """Returns replicas, two small leaves of this rank, and two large ones unless it is LOST."""
+    elements = {} if rank == LOST else {"large": INLINE_BYTES_MAX // 4 + 9, "huge": INLINE_BYTES_MAX // 4 + 5}
+    large = {f"own{rank}.{name}": random((n,), torch.float32, rank + n) for name, n in elements.items()}
     small = {f"own{rank}.{name}": random((n,), torch.float64, 10 * rank + n) for name, n in (("b", 7), ("a", 3))}
     return {"w": random((5003,), torch.float32, 1), "v": random((900,), torch.bfloat16, 2)} | small | large
 
