@@ -36,8 +36,10 @@ def all_pieces(lane: GuardLane, section: bytes) -> list[np.ndarray]:
 
 
 def expected_parity(lane: GuardLane, sections: Sequence[bytes], holder: int) -> bytes:
-    """Computes the f parities of a holder, end to end, by the drawings of `core/coding`."""
+    """Computes what a holder keeps, end to end, by the drawings of `core/coding`."""
     D = lane.D
+    if lane.is_copies:
+        return b"".join(sections[(holder + 1 + n) % D].ljust(lane.piece_bytes, b"\0") for n in range(lane.f))
     sources = [(holder + 1 + column) % D for column in range(D - 1)]
     column = [all_pieces(lane, sections[source])[(holder - source - 1) % D] for source in sources]
     outer = code_for(D - 1, lane.code.f)

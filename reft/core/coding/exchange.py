@@ -24,12 +24,22 @@ a source begins at r times the size of a piece, whether it is plain or coded.
 
 Ranks of like size share a lane, so a lane has little padding.
 
+A *copy lane* has the same members, but no parity (protect="aor"). Member j keeps the sections of
+the next f members, whole and end to end:
+
+      member       0          1          2          3            D = 4, f = 2
+      column 0     section 1  section 2  section 3  section 0    begins at 0
+      column 1     section 2  section 3  section 0  section 1    begins at the size of a piece
+
+So the node of member j can update what it keeps by itself, if it knows the members' gradients. Any
+one of members i-1 … i-f gives back section i.
+
 Invariants
   1. Each rank with unreplicated bytes is in exactly one lane, or is exposed by name. Such a rank
      has no partner: one domain has more of these ranks than all other domains together.
   2. A lane has at most one member in each failure domain.
   3. A turn sends (D - 1) / (D - f) of a source's section, and a holder keeps f / (D - f) of the
-     longest section.
+     longest section. In a copy lane both are f.
   4. Pieces are multiples of chunk_bytes, unless the section is too short for that. So a receiver
      can ask for ranges that end at chunk borders. With f > 1 a piece is a run of blocks of about a
      chunk, and ranges end with a block.
@@ -44,7 +54,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from reft.core.coding.erasure import ErasureCode, code_for
 from reft.core.coding.two_level import units
@@ -83,7 +93,10 @@ class GuardLane:
         code: how a holder's column becomes parity: D - 1 data shards, f parity shards.
         piece_bytes: size of a piece.
         blocks: number of blocks of a piece; each block is coded by itself.
+        is_copies: whether members keep copies of whole sections, and no parity.
     """
+
+    is_copies: ClassVar[bool] = False
 
     members: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -116,8 +129,13 @@ class GuardLane:
         return self.piece_bytes // self.blocks
 
     @property
-    def piece_sizes(self) -> PieceSizes:
-        return PieceSizes(self.k, self.f - 1, self.piece_bytes, self.block_bytes)
+    def piece_sizes(self) -> PieceSizes | None:
+        """How a section is cut; None if no piece is coded."""
+        return PieceSizes(self.k, self.f - 1, self.piece_bytes, self.block_bytes) if self.f > 1 else None
+
+    def copied_members(self, member: int) -> list[int]:
+        """Returns the members whose sections a member's node keeps, in the order of the columns."""
+        return self.sources_of(member) if self.is_copies else []
 
     def gives_back(self, rank: int, slots: Collection[int], parity: Collection[int]) -> bool:
         """Whether the lane gives back the section of a lost member.
@@ -146,8 +164,8 @@ class GuardLane:
         return PARITY_BUFFERS * self.parity_bytes
 
     def sent_bytes(self, source: int) -> int:
-        """Returns the bytes that a source sends in a turn: each of its pieces once."""
-        ranges = (self.piece_range(source, piece) for piece in range(self.D - 1))
+        """Returns the bytes that a source sends in a turn: to each holder its piece."""
+        ranges = (self.piece_range(source, self.piece_of(source, holder)) for holder in self.holders_of(source))
         return sum(end - begin for begin, end in ranges)
 
     @cached_property
@@ -176,8 +194,13 @@ class GuardLane:
         is_plain = piece == self.k or self.inner.w == 1
         return begin, begin + min(size if is_plain else align(size, self.block_bytes), self.piece_bytes)
 
+    @property
+    def fold_code(self) -> tuple[int, int]:
+        """Returns k and f of the code by which a holder folds what it receives."""
+        return self.code.k, self.f
+
     def column_of(self, source: int, holder: int) -> int:
-        """Returns the data shard of a source in the code of a holder."""
+        """Returns the data shard of a source in `fold_code`."""
         return (source - holder - 1) % self.D
 
     def sources_of(self, holder: int) -> list[int]:
@@ -187,6 +210,10 @@ class GuardLane:
         begins with another source, so no source is asked by all holders at once.
         """
         return [(holder + i) % self.D for i in range(1, self.D)]
+
+    def holders_of(self, source: int) -> list[int]:
+        """Returns the members that keep something of a source."""
+        return [(source - i) % self.D for i in range(1, self.D)]
 
     def requests(self, source: int, holder: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Yields the ranges that a holder asks a source for: all bytes of its piece, in order.
@@ -201,16 +228,80 @@ class GuardLane:
             chunk_bytes: size of the chunks that the source's digests cover.
 
         Yields:
-            Offset in the source's section, offset in the piece, and length; all in bytes.
+            Offset in the source's section, offset in the piece, and length; all in bytes. In a copy
+            lane, the second is the offset in what the holder keeps.
         """
         begin, end = self.piece_range(source, self.piece_of(source, holder))
-        at = begin
-        size, origin = (chunk_bytes, 0) if self.f == 1 else (self.block_bytes, begin)
-        while at < end:
-            border = origin + (at - origin + RANGE_MAX) // size * size
-            stop = min(border if border > at else at + RANGE_MAX, end)
-            yield at, at - begin, stop - at
-            at = stop
+        unit, origin = (chunk_bytes, 0) if self.f == 1 else (self.block_bytes, begin)
+        return _cut(begin, end, unit, origin)
+
+
+class CopyLane(GuardLane):
+    """The ranks whose nodes keep copies of one another's sections: each of the next f members.
+
+    Its code makes f copies of one data shard, and its only piece is the whole section.
+    """
+
+    is_copies = True
+
+    @property
+    def k(self) -> int:
+        """The number of pieces of a section."""
+        return 1
+
+    @property
+    def piece_sizes(self) -> None:
+        return None
+
+    @cached_property
+    def digest(self) -> bytes:
+        facts = "copies", self.members, self.sizes, self.f, self.piece_bytes
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+
+    def gives_back(self, rank: int, slots: Collection[int], parity: Collection[int]) -> bool:
+        """Whether a copy of a lost member's section is at hand, however many members are lost."""
+        return any(self.members[holder] in parity for holder in self.holders_of(self.members.index(rank)))
+
+    def piece_of(self, source: int, holder: int) -> int:
+        return 0
+
+    def piece_range(self, source: int, piece: int) -> tuple[int, int]:
+        return 0, self.sizes[source]
+
+    @property
+    def fold_code(self) -> tuple[int, int]:
+        """Returns a code that adds nothing: bytes are XORed into zeros, so they are copied."""
+        return 1, 1
+
+    def column_of(self, source: int, holder: int) -> int:
+        return 0
+
+    def sources_of(self, holder: int) -> list[int]:
+        """Returns the members that a holder copies, in the order of its columns."""
+        return super().sources_of(holder)[: self.f]
+
+    def holders_of(self, source: int) -> list[int]:
+        """Returns the members that copy a source; the one with the source in column l is at l."""
+        return super().holders_of(source)[: self.f]
+
+    def requests(self, source: int, holder: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        column = self.sources_of(holder).index(source)
+        for begin, at, length in _cut(0, self.sizes[source], chunk_bytes, 0):
+            yield begin, column * self.piece_bytes + at, length
+
+
+def _cut(begin: int, end: int, unit: int, origin: int) -> Iterator[tuple[int, int, int]]:
+    """Yields ranges of begin..end that end at multiples of `unit` behind `origin`, if they can.
+
+    Yields:
+        Begin of the range, the same behind `begin`, and length.
+    """
+    at = begin
+    while at < end:
+        border = origin + (at - origin + RANGE_MAX) // unit * unit
+        stop = min(border if border > at else at + RANGE_MAX, end)
+        yield at, at - begin, stop - at
+        at = stop
 
 
 def requested_losses(D: int, tolerate: int | None) -> int:
@@ -221,7 +312,7 @@ def requested_losses(D: int, tolerate: int | None) -> int:
 
 
 def guard_lanes(
-    sizes: Sequence[int], domains: Sequence[int], chunk_bytes: int, tolerate: int | None = 1
+    sizes: Sequence[int], domains: Sequence[int], chunk_bytes: int, tolerate: int | None = 1, copies: bool = False
 ) -> tuple[GuardLane, ...]:
     """Returns the lanes of the ranks that have unreplicated bytes, the largest sections first.
 
@@ -231,20 +322,30 @@ def guard_lanes(
         chunk_bytes: size of a chunk of the slots.
         tolerate: lost domains to survive, at least 1. A lane of D members survives at most D - 1.
             None: 1, or 2 in lanes of six members or more.
+        copies: whether members keep copies of whole sections, and no parity.
     """
+    make = _copy_lane if copies else _lane
     return tuple(
-        _lane(sorted(members), sizes, chunk_bytes, min(requested_losses(len(members), tolerate), len(members) - 1))
+        make(sorted(members), sizes, chunk_bytes, min(requested_losses(len(members), tolerate), len(members) - 1))
         for members in _deal(sizes, domains)
         if len(members) > 1
     )
+
+
+def _copy_lane(members: Sequence[int], sizes: Sequence[int], chunk_bytes: int, f: int) -> CopyLane:
+    sections = tuple(sizes[rank] for rank in members)
+    return CopyLane(tuple(members), sections, code_for(1, f), _aligned_piece(max(sections), chunk_bytes))
+
+
+def _aligned_piece(least: int, chunk_bytes: int) -> int:
+    return align(least, chunk_bytes if least > chunk_bytes else min(PIECE_UNIT, chunk_bytes))
 
 
 def _lane(members: Sequence[int], sizes: Sequence[int], chunk_bytes: int, f: int) -> GuardLane:
     D, sections = len(members), tuple(sizes[rank] for rank in members)
     least = -(-max(sections) // (D - f))
     if f == 1:
-        piece_bytes = align(least, chunk_bytes if least > chunk_bytes else min(PIECE_UNIT, chunk_bytes))
-        return GuardLane(tuple(members), sections, code_for(D - 1, f), piece_bytes)
+        return GuardLane(tuple(members), sections, code_for(D - 1, f), _aligned_piece(least, chunk_bytes))
     unit = ALIGNMENT * units(D, f)
     block = align(min(chunk_bytes, BLOCK_MAX), unit)
     if least <= block:

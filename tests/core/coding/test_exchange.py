@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from reft.core.coding.erasure import code_for, make_program, run_columns
 from reft.core.coding.exchange import GUARD_WIDTH_MAX, RANGE_MAX, GuardLane, guard_lanes
+from reft.core.coding.two_level import fold_piece
+from tests.support.two_level import expected_parity
 
 CHUNK = 4096
 SIZES = st.sampled_from([0, 1, 64, 4095, 4096, 4097, 20_000, 100_000])
@@ -185,3 +188,54 @@ def test_a_digest_names_all_that_decides_the_parity():
 def test_thousands_of_ranks_are_dealt_into_full_lanes():
     lanes = guard_lanes([1000 + rank % 7 for rank in range(16_384)], [rank // 8 for rank in range(16_384)], CHUNK)
     assert len(lanes) == 1024 and {lane.D for lane in lanes} == {16}
+
+
+# Copy lanes
+
+
+def copies_of(f: int, *sizes: int) -> GuardLane:
+    """Returns the copy lane of ranks on nodes of their own."""
+    [lane] = guard_lanes([size or 1 for size in sizes], range(len(sizes)), CHUNK, f, copies=True)
+    return replace(lane, sizes=sizes)
+
+
+@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(2, 7) for f in (1, 2) if f < D])
+def test_a_copy_lane_keeps_whole_sections_of_the_next_members_end_to_end(D, f, monkeypatch):
+    monkeypatch.setattr("reft.core.coding.exchange.RANGE_MAX", 2 * CHUNK)
+    order = random.Random(f"{D} {f}")
+    lane = copies_of(f, *(order.choice([0, 1, CHUNK, 5 * CHUNK + 77]) for _ in range(D - 1)), 5 * CHUNK + 77)
+    sections = [order.randbytes(size) for size in lane.sizes]
+    sent = [0] * D
+    assert (lane.is_copies, lane.f, lane.k, lane.piece_bytes, lane.parity_bytes) == (
+        True, f, 1, 6 * CHUNK, f * 6 * CHUNK,
+    )  # fmt: skip
+    for holder in range(D):
+        kept = np.zeros(lane.parity_bytes, np.uint8)
+        assert lane.copied_members(holder) == [(holder + 1 + n) % D for n in range(f)]
+        ranges = [(s, *each) for s in lane.sources_of(holder) for each in lane.requests(s, holder, CHUNK)]
+        for source, begin, at, length in order.sample(ranges, len(ranges)):
+            assert (begin + length) % CHUNK == 0 or begin + length == lane.sizes[source]
+            frame = np.frombuffer(sections[source][begin : begin + length], np.uint8)
+            fold_piece(code_for(*lane.fold_code), lane.column_of(source, holder), frame, kept, at, lane.block_bytes)
+            sent[source] += length
+        assert kept.tobytes() == expected_parity(lane, sections, holder)
+    assert sent == [f * size for size in lane.sizes] == [lane.sent_bytes(source) for source in range(D)]
+
+
+@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(2, 6) for f in (1, 2) if f < D])
+def test_a_copy_lane_gives_a_section_back_if_one_copy_is_at_hand(D, f):
+    """Of all sets of parity slots, also where more than f members are lost."""
+    lane = copies_of(f, *[9] * D)
+    for count in range(D + 1):
+        for parity in map(set, itertools.combinations(range(D), count)):
+            for lost in range(D):
+                copies = {(lost - 1 - n) % D for n in range(f)}
+                assert lane.gives_back(lost, set(), parity) == bool(copies & parity)
+                assert lane.holders_of(lost) == [(lost - 1 - n) % D for n in range(f)]
+
+
+def test_a_copy_lane_has_a_digest_of_its_own():
+    """Of two members with f = 1, parity is a copy; and yet no lane takes the other one's."""
+    assert lane_of(9, 9).digest != copies_of(1, 9, 9).digest
+    assert len({copies_of(f, *[9] * 4).digest for f in (1, 2)} | {copies_of(1, 9, 9, 9, 8).digest}) == 3
+    assert lane_of(9, 9, 9).copied_members(0) == [], "parity is no copy"
