@@ -56,10 +56,15 @@ class GuardedJob:
     """
 
     def __init__(
-        self, D: int, states: Sequence[Tensors] | None = None, absent: Collection[str] = (), f: int = 1
+        self,
+        D: int,
+        states: Sequence[Tensors] | None = None,
+        absent: Collection[str] = (),
+        f: int = 1,
+        scheme: str = "auto",
     ) -> None:
         self.D, self.states = D, states or [state(rank) for rank in range(D)]
-        self.placement = placed(self.states, range(D), "auto", f, CHUNK, SLOTS)
+        self.placement = placed(self.states, range(D), scheme, f, CHUNK, SLOTS)
         self.absent = absent
         zeros = [{n: torch.zeros_like(t) if n in absent else t for n, t in each.items()} for each in self.states]
         self.slots = [make_slot(self.placement, rank, zeros[rank]) for rank in range(D)]

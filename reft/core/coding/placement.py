@@ -16,8 +16,8 @@
     a rank's slot data    | data shards | parity shards | unreplicated leaves |
                           each section begins at a multiple of chunk_bytes
 
-Unreplicated leaves are in no lane. Daemons exchange them after the step, in lanes of their own
-(core/coding/exchange.py).
+Unreplicated leaves are in no lane. Daemons exchange parity or copies of them after the step, in
+lanes of their own (core/coding/exchange.py).
 
 Invariants
   1. Every byte of a cell lies in exactly one data shard of one lane.
@@ -49,7 +49,7 @@ WIDTH_MAX = 64  # shards of a stripe; limits the number of members from which a 
 PACKET_ALIGNMENT = 8  # bytes: packets are XORed as 64-bit words
 PADDING_MAX = 16  # "auto" codes a lane only if the padding is at most 1/16 of the lane
 
-Scheme = Literal["auto", "aec", "arc", "none"]
+Scheme = Literal["auto", "aec", "arc", "aor", "none"]
 Reason = Literal["settings", "one domain", "few domains", "exchange", "slots", "kept"]
 
 
@@ -197,7 +197,7 @@ class Placement:
 
     @cached_property
     def guard_lanes(self) -> tuple[GuardLane, ...]:
-        """The lanes in which daemons exchange parity of unreplicated leaves.
+        """The lanes in which daemons exchange parity, or copies, of unreplicated leaves.
 
         There are none with fewer than SLOTS_EXCHANGE slots, or without `needs_exchange`.
         """
@@ -223,7 +223,7 @@ class Placement:
             return ()
         sizes = {digest: self.division.section_bytes[digest] for digest in dict.fromkeys(self.division.layout_of)}
         section_bytes = [sizes[digest] for digest in self.division.layout_of]
-        return guard_lanes(section_bytes, self.domains, self.chunk_bytes, self.tolerate)
+        return guard_lanes(section_bytes, self.domains, self.chunk_bytes, self.tolerate, self.scheme == "aor")
 
     def guard_lane_of(self, rank: int) -> tuple[int, int] | None:
         """Returns the guard lane of a rank, and the rank's place in this lane.
@@ -355,7 +355,8 @@ def place(
         division: the cells and their holders.
         domains: failure domain of each rank.
         scheme: "aec" stores coded shards, "arc" stores copies, "auto" chooses for each lane, "none"
-            stores every byte once.
+            stores every byte once. "aor" chooses as "auto" does, and keeps copies, not parity, of
+            unreplicated leaves.
         tolerate: lost domains to survive. A cell in D domains survives at most D - 1. None: 1 for
             two domains or more, 2 for six or more.
         chunk_bytes: alignment of the sections of a slot, a multiple of 64.
@@ -496,6 +497,9 @@ def holders_among(
     Their number is the number of losses that the most tolerant lane of the job survives. Nodes of
     the node's narrowest lane come first, then the next nodes in the ring of all nodes.
 
+    Nodes that copy the sections of this node's ranks come before all others, and each of them is a
+    holder: it compares what it keeps with the digests in the capsules. So there may be more.
+
     Args:
         placement: the placement of the job.
         nodes: the ranks of each node.
@@ -503,17 +507,28 @@ def holders_among(
         node: index of the node.
     """
     f = max((lane.code.f for lane in placement.all_lanes), default=0)
+    copiers = _copiers(placement, nodes, node)
     lane, nodes_of_lane = capsules_among(placement, nodes, node)
     lane_holders: tuple[int, ...] = ()
-    if lane is not None:
+    if lane is not None and not copiers:
         domains = [domains_of_nodes[i] for i in nodes_of_lane]
         indices = capsule_holders(nodes_of_lane.index(node), domains, lane.code.f)
         lane_holders = tuple(nodes_of_lane[i] for i in indices)
-    holder_in_domain = {domains_of_nodes[i]: i for i in (node, *lane_holders)}
+    holder_in_domain = {domains_of_nodes[i]: i for i in (node, *lane_holders, *copiers)}
     for i in capsule_holders(node, domains_of_nodes, len(set(domains_of_nodes)) - 1):
         if len(holder_in_domain) <= f:
             holder_in_domain.setdefault(domains_of_nodes[i], i)
-    return tuple(holder_in_domain.values())[1:]
+    others = [i for i in holder_in_domain.values() if i not in (node, *copiers)]
+    return *copiers, *others
+
+
+def _copiers(placement: Placement, nodes: Sequence[Collection[int]], node: int) -> tuple[int, ...]:
+    """Returns the nodes that copy the sections of a node's ranks."""
+    node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
+    places = [place for rank in nodes[node] if (place := placement.guard_lane_of(rank))]
+    lanes = [(placement.guard_lanes[number], member) for number, member in places]
+    copying = (lane.members[holder] for lane, member in lanes if lane.is_copies for holder in lane.holders_of(member))
+    return tuple(dict.fromkeys(node_of[rank] for rank in copying))
 
 
 def exposures(placement: Placement) -> tuple[Exposure, ...]:

@@ -239,9 +239,9 @@ def plan(
 def lane_partners(placement: Placement, rank: int, unreplicated_bytes: int) -> tuple[int, ...]:
     """Returns the ranks whose slots and parity can give back a lost rank's unreplicated leaves.
 
-    `GuardLane.gives_back` tells how many of them are needed. Empty if nothing can: the rank is in
-    no guard lane, or its slot held leaves that the manifest did not foresee. Such leaves lie
-    outside the section that the lane guards.
+    In a copy lane these are the ranks whose nodes keep copies. `GuardLane.gives_back` tells how
+    many are needed. Empty if nothing can: the rank is in no guard lane, or its slot held leaves
+    that the manifest did not foresee. Such leaves lie outside the section that the lane guards.
 
     Args:
         placement: of the version's epoch.
@@ -252,7 +252,8 @@ def lane_partners(placement: Placement, rank: int, unreplicated_bytes: int) -> t
     foreseen = placement.division.unreplicated_bytes[placement.division.layout_of[rank]]
     if where is None or unreplicated_bytes > foreseen:
         return ()
-    return tuple(member for member in placement.guard_lanes[where[0]].members if member != rank)
+    lane, member = placement.guard_lanes[where[0]], where[1]
+    return tuple(lane.members[holder] for holder in sorted(lane.holders_of(member)))
 
 
 def sealed_parity(parity: Iterable[HeldParity], placement: Placement) -> dict[int, HeldParity]:
@@ -462,6 +463,8 @@ def _describe_unreplicated(shortfall: Shortfall, placement: Placement) -> list[s
         lost = sum(member in shortfall.ranks for member in lane.members) if lane else 0
         if lane is None:
             why = ""
+        elif lane.is_copies:
+            why = ", and no node at hand keeps a complete copy of them at this step"
         elif lost > lane.f:
             why = f", and their guard lane gives back {counted(lane.f, 'lost rank')} at most, and lost {lost}"
         else:

@@ -11,6 +11,8 @@
 
       stripe b    block b of all pieces and all parity at hand ─► block b of all lost pieces
 
+        a copy lane                 one stripe for each lost member: a copy at hand ─► its section
+
 slice               | columns begin..end of all packets of a stripe |
 
 Invariants
@@ -167,7 +169,8 @@ class SectionStripe:
     Attributes:
         lane: the guard lane, in the form of a cell's lane.
         number: index of the guard lane in the placement.
-        stripe: the member that keeps the parity; or, with f > 1, the block of all pieces.
+        stripe: the member that keeps the parity; with f > 1, the block of all pieces; in a copy
+            lane, the lost member.
         inputs: the stripe's shards at hand, ascending → where they lie.
         made: the lost shards, ascending.
         nbytes: the columns to make.
@@ -216,7 +219,9 @@ def section_stripes(placement: Placement, olds: Collection[int], have: Collectio
         members_of.setdefault(where[0], []).append(where[1])
     streams: list[Iterator[SectionStripe]] = []
     for number, members in members_of.items():
-        if placement.guard_lanes[number].f > 1:
+        if placement.guard_lanes[number].is_copies:
+            streams.append(iter(sorted((_copy(placement, number, m, have) for m in members), key=attrgetter("place"))))
+        elif placement.guard_lanes[number].f > 1:
             streams.append(_blocks(placement, number, members, have))
         else:
             pieces = (piece for member in members for piece in _pieces(placement, number, member))
@@ -261,6 +266,23 @@ def _input(guard: GuardLane, source: int, holder: int, section: int) -> ShardSou
     """Returns where the piece of a source lies that a holder keeps parity of."""
     begin, end = guard.piece_range(source, guard.piece_of(source, holder))
     return ShardSource(guard.members[source], section + begin, end - begin)
+
+
+def _copy(placement: Placement, number: int, member: int, have: Collection[int]) -> SectionStripe:
+    """Returns the stripe that reads a copy of a lost member's section.
+
+    Raises:
+        ValueError: no copy is at hand.
+    """
+    guard = placement.guard_lanes[number]
+    size, section = guard.sizes[member], _section_offsets(placement, guard)[member]
+    for column, holder in enumerate(guard.holders_of(member)):
+        if (owner := parity_number(placement, guard.members[holder])) in have:
+            lane = Lane(NO_CELL, 0, guard.piece_bytes, guard.members, guard.code, guard.piece_bytes)
+            inputs = {1 + column: ShardSource(owner, column * guard.piece_bytes, size)}
+            made = MadeShard(0, guard.members[member], section, size)
+            return SectionStripe(lane, number, member, inputs, (made,), size)
+    raise ValueError(f"no copy of the unreplicated leaves of old rank {guard.members[member]} is at hand.")
 
 
 def _blocks(

@@ -220,9 +220,11 @@ class LossAnalysis:
 
     def _guard(self, rank: int, unit_of: Callable[[str], int]) -> _Guard:
         lane = self._lane(rank)
-        slots = Counter(unit_of(self.slots[member]) for member in lane.members if member in self.slots)
         parity = Counter(unit_of(self.parity[each]) for each in self._partners(rank) if each in self.parity)
         own = unit_of(self.slots[rank]) if rank in self.slots else NO_UNIT
+        if lane.is_copies:  # other members' slots do not matter
+            return _Guard(own, Counter(), parity, 0, parity.total() - lane.k)
+        slots = Counter(unit_of(self.slots[member]) for member in lane.members if member in self.slots)
         return _Guard(own, slots, parity, lane.f - lane.D + slots.total(), parity.total() - lane.k)
 
     def _gives_back(self, rank: int, lost: Collection[str]) -> bool:

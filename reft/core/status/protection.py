@@ -43,7 +43,8 @@ class ProtectionGroup:
     """All lanes of one code among equally many domains.
 
     Attributes:
-        scheme: "aec" (coded), "arc" (copied), "none" (stored once) or "exchange".
+        scheme: "aec" (coded), "arc" (copied), "none" (stored once), "exchange" (parity on other
+            nodes) or "aor" (copies on other nodes).
         domains: number of failure domains that share the lanes.
         k: data shards of a stripe.
         f: parity shards of a stripe; f shards may be lost.
@@ -193,7 +194,7 @@ def groups(placement: Placement) -> tuple[ProtectionGroup, ...]:
         nbytes[key] = nbytes.get(key, 0) + lane.nbytes
         cells.setdefault(key, set()).add(lane.cell)
     for number, guard in enumerate(placement.guard_lanes):
-        key = ("exchange", guard.D, guard.code.k, guard.code.f, "one holder")
+        key = ("aor" if guard.is_copies else "exchange", guard.D, guard.code.k, guard.code.f, "one holder")
         nbytes[key] = nbytes.get(key, 0) + sum(guard.sizes)
         cells.setdefault(key, set()).add(number)
     protection_groups = [ProtectionGroup(*key[:4], nbytes[key], len(cells[key]), reason=key[-1]) for key in nbytes]

@@ -243,3 +243,49 @@ def test_a_flipped_bit_in_one_of_several_parities_is_found():
     job.parity[2].data[-7] ^= 1
     reports = job.load([0, 1])
     assert damaged_at_load(reports, False) == (4 + 2,)
+
+
+# Copy lanes
+
+
+def own_states(D: int) -> list[Any]:
+    return [state(rank, has_replicas=False) for rank in range(D)]
+
+
+@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(2, 7) for f in (1, 2) if f < D])
+def test_every_loss_of_f_ranks_is_read_from_copies(D, f):
+    job = GuardedJob(D, f=f, scheme="aor")
+    (lane,) = job.placement.guard_lanes
+    assert (lane.is_copies, lane.f, lane.D) == (True, f, D)
+    for lost in (lost for count in range(1, f + 1) for lost in itertools.combinations(range(D), count)):
+        assert job.load(lost) == [LoadReport()] * D and job.is_whole(), lost
+
+
+def test_more_than_f_lost_ranks_are_read_if_each_has_a_copy_and_else_refused():
+    """Without cells: of D = 6, f = 1 each second rank may be lost."""
+    job = GuardedJob(6, own_states(6), scheme="aor")
+    for lost in ((0, 2, 4), (1, 3, 5), (0, 3)):
+        assert job.load(lost) == [LoadReport()] * 6 and job.is_whole(), lost
+    errors = job.load((2, 3))
+    assert all("no copy of the unreplicated leaves of old rank 3 is at hand" in str(each) for each in errors)
+
+
+def test_another_copy_is_read_where_one_is_gone():
+    job = GuardedJob(5, own_states(5), f=2, scheme="aor")
+    parity = dict(job.parity)
+    for gone in (0, 4):  # both copy rank 1; rank 0 in its first column
+        job.parity = {rank: slot for rank, slot in parity.items() if rank != gone}
+        assert job.load([1]) == [LoadReport()] * 5 and job.is_whole(), gone
+
+
+def test_only_the_section_travels_from_one_node():
+    job, box = GuardedJob(4, own_states(4), f=2, scheme="aor"), Postbox()
+    assert job.load([0], box=box) == [LoadReport()] * 4
+    (lane,) = job.placement.guard_lanes
+    assert {pair: n for pair, n in box.sent_bytes.items() if n} == {(3, 0): lane.sizes[0] + 8}
+
+
+def test_a_flipped_bit_in_a_copy_is_found():
+    job = GuardedJob(4, f=2, scheme="aor")
+    job.parity[3].data[7] ^= 1
+    assert damaged_at_load(job.load([0]), False) == (4 + 3,)

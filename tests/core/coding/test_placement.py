@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.core.coding.placement import WIDTH_MAX, Placement, capsule_holders, exposures, holders_among, place, ranges
+from reft.core.coding.placement import (
+    WIDTH_MAX,
+    Placement,
+    capsule_holders,
+    exchange_cost,
+    exposures,
+    holders_among,
+    place,
+    ranges,
+)
 from reft.core.layout.cells import Cell, Division, divide
 from reft.core.layout.layout import SMALL_BYTES, Layout, Leaf, pack
 
@@ -355,7 +364,8 @@ def exchanging(draw) -> Placement:
         for rank, (_, kind, has_own) in enumerate(ranks)
     ]
     division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
-    return place(division, [domain for domain, *_ in ranks], "auto", draw(st.sampled_from([None, 1, 2])), CHUNK, 4)
+    scheme, tolerate = draw(st.sampled_from(["auto", "aor"])), draw(st.sampled_from([None, 1, 2]))
+    return place(division, [domain for domain, *_ in ranks], scheme, tolerate, CHUNK, 4)
 
 
 @given(st.one_of(placements(), exchanging()))
@@ -370,9 +380,8 @@ def test_capsules_survive_what_all_lanes_survive(placement):
         return
     f = max((lane.code.f for lane in lanes), default=0)
     holders = [holders_among(placement, nodes, range(len(nodes)), node) for node in range(len(nodes))]
-    assert all(
-        len(each) == min(f, len(nodes) - 1) and len({i, *each}) == 1 + len(each) for i, each in enumerate(holders)
-    )
+    assert all(len({i, *each}) == 1 + len(each) >= 1 + min(f, len(nodes) - 1) for i, each in enumerate(holders))
+    assert placement.scheme == "aor" or all(len(each) == min(f, len(nodes) - 1) for each in holders)
     for count in (2, 3):
         for lost in map(set, itertools.combinations(range(len(nodes)), count)):
             gone = [sum(labels[placement.domains[rank]] in lost for rank in lane.members) for lane in lanes]
@@ -489,3 +498,37 @@ def test_capsules_of_exchanged_ranks_stay_in_their_lane():
     assert all((holder < 16) == (node < 16) for node, each in enumerate(holders) for holder in each)
     fewer_slots = replace(placement, slots=3)
     assert [holders_among(fewer_slots, nodes[:4], range(4), node) for node in range(4)] == [()] * 4
+
+
+# Copies of unreplicated leaves
+
+
+def test_aor_keeps_copies_of_unreplicated_leaves_and_codes_cells_as_auto_does():
+    plain, aor = (sharded([200_000, 100_000, 200_000], range(3), scheme) for scheme in ("auto", "aor"))
+    assert [lane.is_copies for lane in plain.guard_lanes] == [False]
+    assert [(lane.is_copies, lane.members, lane.f) for lane in aor.guard_lanes] == [(True, (0, 1, 2), 1)]
+    assert aor.lanes == plain.lanes and exposures(aor) == ()
+    longest = aor.guard_lanes[0].piece_bytes
+    assert [aor.parity_buffers_bytes([rank]) for rank in range(3)] == [2 * longest] * 3
+    cost = exchange_cost(aor, [[0], [1], [2]])
+    assert (cost.turn_bytes, cost.parity_bytes) == (aor.guard_lanes[0].sizes[0], 2 * longest)
+    assert (
+        placed(1 << 20, [1] * 4, "aor").lanes == placed(1 << 20, [1] * 4).lanes != placed(1 << 20, [1] * 4, "arc").lanes
+    )
+
+
+@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(2, 7) for f in (1, 2) if f < D])
+def test_the_nodes_that_copy_a_section_hold_its_capsules(D, f):
+    placement = sharded([100_000] * D, range(D), "aor", f)
+    nodes = [{rank} for rank in range(D)]
+    holders = [holders_among(placement, nodes, range(D), node) for node in range(D)]
+    assert holders == [tuple((node - 1 - n) % D for n in range(f)) for node in range(D)]
+
+
+def test_every_node_that_copies_a_rank_of_a_node_holds_the_nodes_capsules():
+    """The lanes of one node's ranks have other neighbours, so the node has more holders than f."""
+    placement = sharded([5 << 20, 1 << 20, 5 << 20, 5 << 20, 0, 1 << 20], [0, 0, 1, 2, 3, 3], "aor", 1)
+    assert guarded(placement) == [(0, 2, 3), (1, 5)]
+    nodes = [{0, 1}, {2}, {3}, {4, 5}]
+    assert holders_among(placement, nodes, range(4), 0) == (2, 3)
+    assert [holders_among(placement, nodes, range(4), node) for node in (1, 2, 3)] == [(0,), (1,), (0,)]

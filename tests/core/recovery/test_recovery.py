@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.coding.placement import Placement, place
+from reft.core.coding.placement import Placement, Scheme, place
 from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
@@ -410,12 +410,12 @@ def test_a_loss_is_described_in_few_words():
 OWN = 1 << 17  # bytes of the leaf that only one rank has
 
 
-def guarded(world: int, f: int = 1) -> Placement:
+def guarded(world: int, f: int = 1, scheme: Scheme = "auto") -> Placement:
     """Returns a placement in which each rank has a leaf of its own, and all share another one."""
     shared = Leaf("shared", "uint8", (4096,), (1,), 4096, False, (4096,), (0,))
     own = [Leaf(f"own{rank}", "uint8", (OWN,), (1,), OWN, False, (OWN,), (0,)) for rank in range(world)]
     layouts = {bytes([rank]): pack([shared, own[rank]]) for rank in range(world)}
-    return place(divide(layouts, list(layouts)), list(range(world)), "auto", f, 4096, slots=4)
+    return place(divide(layouts, list(layouts)), list(range(world)), scheme, f, 4096, slots=4)
 
 
 def parity(placement: Placement, step: int, epoch: Epoch = ONE, lost: Collection[int] = ()) -> list[HeldParity]:
@@ -617,3 +617,28 @@ def test_the_plan_with_parity_equals_a_brute_force_search(has_slot, has_capsule,
 
 
 GUARDED = guarded(3)
+
+
+@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(2, 7) for f in (1, 2) if f < D])
+def test_a_section_comes_back_if_one_of_its_copies_does_and_else_is_refused_by_name(D, f):
+    """Of all sets of lost nodes, also of more than f."""
+    placement = guarded(D, f, "aor")
+    for lost in (lost for count in range(1, D) for lost in itertools.combinations(range(D), count)):
+        slots, _ = ring(placement, f, lost=lost, kept=OWN)
+        _, copies = ring(placement, D - 1, lost=lost, kept=OWN)
+        parities = parity(placement, 1, lost=lost)
+        found = recovery.plan(slots, copies, {ONE: placement}, FRESH, parity=parities)
+        copying = {rank: {(rank - 1 - n) % D for n in range(f)} for rank in lost}
+        gone = [rank for rank in lost if copying[rank] <= set(lost)]
+        if not gone and not placement.lanes:
+            assert found.base == at(1)
+        if found.base is not None:
+            assert not gone and found.sections == lost
+            assert set(found.parity) == set().union(*copying.values()).difference(lost)
+            assert found.numbers(D) == {*found.sources, *(D + rank for rank in found.parity)}
+        else:
+            assert len(lost) > f
+        if gone and found.partial[-1].unreplicated:
+            assert found.partial[-1].unreplicated == tuple(gone)
+            text = " ".join(describe(found.partial[-1], placement, {}))
+            assert "no node at hand keeps a complete copy of them" in text

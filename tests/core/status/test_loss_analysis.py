@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.core.coding.placement import Placement, capsule_holders, place
+from reft.core.coding.placement import Placement, capsule_holders, holders_among, place
 from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
@@ -156,7 +156,9 @@ def test_any_arrangement_of_slots_and_capsules(code, slots, copies, kept, domain
 OWN_BYTES = 1 << 17
 
 
-def guarded(per_node: int, nodes: int, others: Collection[str] = ("shared",), f: int = 1) -> Placement:
+def guarded(
+    per_node: int, nodes: int, others: Collection[str] = ("shared",), f: int = 1, scheme: str = "auto"
+) -> Placement:
     """Returns a placement in which each rank has a leaf of its own, and all have the others."""
     shared = [Leaf(name, "uint8", (4096,), (1,), 4096, False, (4096,), (0,)) for name in others]
     layouts = [
@@ -165,26 +167,33 @@ def guarded(per_node: int, nodes: int, others: Collection[str] = ("shared",), f:
     ]
     keys = [layout.digest for layout in layouts]
     division = divide(dict(zip(keys, layouts, strict=True)), keys)
-    return place(division, [rank // per_node for rank in range(per_node * nodes)], "auto", f, 4096, slots=4)
+    return place(division, [rank // per_node for rank in range(per_node * nodes)], scheme, f, 4096, slots=4)
 
 
-def exchanged(per_node: int, nodes: int, f: int = 1) -> LossAnalysis:
+def exchanged(per_node: int, nodes: int, f: int = 1, scheme: str = "auto") -> LossAnalysis:
     """Returns the analysis of an intact job that exchanges unreplicated leaves."""
-    placement = guarded(per_node, nodes, f=f)
+    placement = guarded(per_node, nodes, f=f, scheme=scheme)
     where = {rank: f"n{rank // per_node}" for rank in range(per_node * nodes)}
-    copies = {rank: {f"n{(rank // per_node + i) % nodes}" for i in range(1, f + 1)} for rank in where}
+    ranks_of = [[rank for rank in where if rank // per_node == node] for node in range(nodes)]
+    holders = [holders_among(placement, ranks_of, range(nodes), node) for node in range(nodes)]
+    copies = {rank: {f"n{node}" for node in holders[rank // per_node]} for rank in where}
     return LossAnalysis(placement, where, copies, dict.fromkeys(where, OWN_BYTES), {}, where)
 
 
+each_scheme = pytest.mark.parametrize("scheme", ["auto", "aor"])
+
+
+@each_scheme
 @pytest.mark.parametrize(("per_node", "nodes"), [(1, 2), (1, 5), (2, 3), (3, 2)])
-def test_jobs_that_exchange_survive_any_node(per_node, nodes):
-    check(it := exchanged(per_node, nodes))
+def test_jobs_that_exchange_survive_any_node(per_node, nodes, scheme):
+    check(it := exchanged(per_node, nodes, scheme=scheme))
     assert it.tolerated() == 1 and not any(verdict.words for verdict in it.nodes())
 
 
 @pytest.mark.parametrize(("per_node", "nodes", "f"), [(1, 3, 2), (1, 5, 2), (2, 4, 2), (1, 5, 3), (1, 6, 2)])
-def test_jobs_that_exchange_for_f_losses_survive_any_f_nodes(per_node, nodes, f):
-    check(it := exchanged(per_node, nodes, f))
+@each_scheme
+def test_jobs_that_exchange_for_f_losses_survive_any_f_nodes(per_node, nodes, f, scheme):
+    check(it := exchanged(per_node, nodes, f, scheme))
     assert it.tolerated() == f and it.pairs().survives
     check(after := replace(it, slots={rank: n for rank, n in it.slots.items() if n != "n1"}))
     assert after.tolerated() == f - 1
@@ -209,12 +218,15 @@ NODES_OF_THREE = st.sampled_from(["n0", "n1", "n2", "n3"])
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from([guarded(2, 3), guarded(2, 3, ()), guarded(3, 2), guarded(2, 3, (), 2), guarded(1, 6, (), 2)]),
+    st.sampled_from([
+        guarded(2, 3), guarded(2, 3, ()), guarded(3, 2), guarded(2, 3, (), 2), guarded(1, 6, (), 2),
+        guarded(2, 3, scheme="aor"), guarded(1, 6, (), 2, "aor"),
+    ]),
     st.dictionaries(st.integers(0, 5), NODES_OF_THREE, min_size=4),
     st.dictionaries(st.integers(0, 5), NODES_OF_THREE, min_size=3),
     st.dictionaries(st.integers(0, 5), st.frozensets(NODES_OF_THREE, min_size=1, max_size=2), min_size=5),
     st.dictionaries(st.integers(0, 5), st.sampled_from([0, OWN_BYTES, OWN_BYTES, OWN_BYTES + 1]), min_size=4),
-)
+)  # fmt: skip
 def test_any_arrangement_of_parity(placement, slots, parity, copies, kept):
     check(LossAnalysis(placement, slots, copies, kept, {}, parity))
 

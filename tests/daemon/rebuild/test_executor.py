@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.core.coding.placement import Placement, place
+from reft.core.coding.placement import Placement, Scheme, place
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
 from reft.core.recovery.plan import TransferPlan, TransferSizes
@@ -191,7 +191,7 @@ def test_a_failed_read_ends_all_others(failing_call):
 # Unreplicated leaves, from guard lanes
 
 
-def with_sections(D: int, f: int) -> tuple[Placement, Slots]:
+def with_sections(D: int, f: int, scheme: Scheme = "aec") -> tuple[Placement, Slots]:
     """Returns slots of a leaf that all share and of one leaf a rank, and the parity slots."""
     chance = np.random.default_rng(D)
     shared = Leaf("w", "uint8", (30_003,), (1,), 30_003, False, (30_003,), (0,))
@@ -199,7 +199,7 @@ def with_sections(D: int, f: int) -> tuple[Placement, Slots]:
     own = [Leaf(f"own{rank}", "uint8", (n,), (1,), n, False, (n,), (0,)) for rank, n in enumerate(sizes)]
     layouts = [pack([shared, each]) for each in own]
     division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
-    placement = place(division, list(range(D)), "aec", f, 4096, slots=4)
+    placement = place(division, list(range(D)), scheme, f, 4096, slots=4)
     slots = slots_of(placement)
     for rank, size in enumerate(sizes):
         begin = placement.rank_placement(rank).unreplicated_offset
@@ -214,8 +214,9 @@ def with_sections(D: int, f: int) -> tuple[Placement, Slots]:
 
 @pytest.mark.parametrize(("D", "f"), [(2, 1), (4, 1), (3, 2), (5, 2), (6, 2), (5, 3), (7, 3)])
 @pytest.mark.parametrize("sizes", [SMALL, SIZES], ids=["slices", "whole"])
-def test_lost_sections_are_made_again(D, f, sizes):
-    placement, slots = with_sections(D, f)
+@pytest.mark.parametrize("scheme", ["aec", "aor"])
+def test_lost_sections_are_made_again(D, f, sizes, scheme):
+    placement, slots = with_sections(D, f, scheme)
     assert [lane.f for lane in placement.guard_lanes] == [f]
     losses = list(itertools.combinations(range(D), f))
     for lost in losses[:: max(len(losses) // 6, 1)]:
@@ -229,7 +230,9 @@ def test_lost_sections_are_made_again(D, f, sizes):
             assert all(np.array_equal(made[rank].map.data, slots[rank]) for rank in alone), (lost, alone)
             (cost,) = [each for each in costs(placement, set(slots) - gone, alone, alone) if each.cell == NO_CELL]
             own = sum(placement.guard_lanes[0].sizes[rank] for rank in alone)
-            assert (cost.decoded, cost.copied, cost.parity) == ((0, own, 0) if D == 2 else (own, 0, 0))
+            assert (cost.decoded, cost.copied, cost.parity) == (
+                (0, own, 0) if D == 2 or scheme == "aor" else (own, 0, 0)
+            )
             assert set(cost.read) <= set(slots) - gone
             for rank in alone:
                 chunk = placement.rank_placement(rank).unreplicated_offset // 4096 + 3
