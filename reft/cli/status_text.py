@@ -19,7 +19,7 @@ WIDTH = 88
 RANKS_SHOWN = 16
 OWN_SHOWN = 4  # leaves that differ between ranks
 NONE = "-"
-SCHEMES = {"aec": "erasure code", "arc": "copies", "none": "none", "exchange": "exchange"}
+SCHEMES = {"aec": "erasure code", "arc": "copies", "none": "none", "exchange": "exchange", "aor": "copies elsewhere"}
 LANES_SHOWN = 4  # lanes of the exchange that are not guarded
 
 

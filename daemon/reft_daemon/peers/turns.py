@@ -162,7 +162,7 @@ class TurnService:
         """
         if job.id in self._held:
             raise AttachError(f"job {job.id} is being attached; its turns begin after the decision.")
-        pieces = {local.rank: local.lane.piece_sizes for local in parity.local_lanes(job) if local.lane.f > 1}
+        pieces = {local.rank: local.lane.piece_sizes for local in parity.local_lanes(job)}
         slots = [
             SourceSlot(slot, *job.sections[slot.rank], pieces.get(slot.rank))
             for slot in job.slots.all.values()
@@ -340,7 +340,7 @@ class TurnService:
             try:
                 pull = RangePull(
                     *(await self._ticket(job, node, turn.version)), turn.version, rank, batch,
-                    (lane.code.k, lane.f), lane.column_of(source, local.member), lane.block_bytes,
+                    lane.fold_code, lane.column_of(source, local.member), lane.block_bytes,
                 )  # fmt: skip
                 await writer.pull(pull, FRAME_S * (len(batch) + 2))
             except ChildGone:

@@ -120,10 +120,11 @@ def exchange(placement: Placement, nodes: Sequence[pb.Node]) -> list[str]:
     counts = protection_counts(placement, 0)
     kinds = (("aec_bytes", "of replicas by codes; "), ("arc_bytes", "of replicas by copies; "))
     replicas = "".join(f"{format_bytes(counts[key])} {words}" for key, words in kinds if counts[key])
+    what = "copies" if any(lane.is_copies for lane in placement.guard_lanes) else "parity"
     return [
-        f"protected: {replicas}{format_bytes(cost.nbytes)} exist once, and {counted(cost.nodes, 'node')} exchange parity of them "
+        f"protected: {replicas}{format_bytes(cost.nbytes)} exist once, and {counted(cost.nodes, 'node')} exchange {what} of them "
         f"after whole steps: up to {format_bytes(cost.turn_bytes)} sent a turn and node, {format_bytes(cost.parity_bytes)} "
-        f"of parity a node, {placement.slots} slots a rank in place of {SLOTS}."
+        f"of {what} a node, {placement.slots} slots a rank in place of {SLOTS}."
     ]
 
 
