@@ -57,7 +57,8 @@ class Config:
         daemon: address of the node's daemon, unix:PATH or host:port; empty means this user's own
             daemon.
         runtime_dir: folder of this user's daemon socket, lock and log; empty means `runtime_dir()`.
-        protect: how snapshots survive lost nodes: auto, arc (copies), aec (erasure code) or none.
+        protect: how snapshots survive lost nodes: auto, arc (copies), aec (erasure code), aor
+            (copies of the moments of torch's ZeRO, else as auto) or none.
         tolerate: how many nodes of a group may be lost at once; -1 chooses by the number of nodes.
         slots: snapshots that a rank can hold; 0 chooses 3, or 4 where nodes exchange parity of
             state that only one rank has. 2 are safe; 3 allow a snapshot of every step.

@@ -22,7 +22,7 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import Job
 from tests.support.manifests import described
-from tests.support.parity import expected_parity
+from tests.support.two_level import expected_parity
 
 CHUNK = 64 << 10
 SHARED = 3 * CHUNK + 100
@@ -35,9 +35,9 @@ def leaf(name: str, nbytes: int) -> Leaf:
     return Leaf(name, "uint8", (nbytes,), (1,), nbytes, False, (nbytes,), (0,))
 
 
-def exchange_fields(sizes: Sequence[int]) -> dict[str, Any]:
+def exchange_fields(sizes: Sequence[int], protect: str = "auto") -> dict[str, Any]:
     """Returns fields of a manifest: each rank has one replicated leaf, and one of its own."""
-    return {"protect": "auto", "tolerate": -1, "chunk_bytes": CHUNK, "slots": SLOTS, **described_of(sizes)}
+    return {"protect": protect, "tolerate": -1, "chunk_bytes": CHUNK, "slots": SLOTS, **described_of(sizes)}
 
 
 def described_of(sizes: Sequence[int]) -> dict[str, Any]:
@@ -62,9 +62,11 @@ def write_step(slot: SlotMap, version: Version, data: bytes) -> None:
 class ShardedJob(Job):
     """A job whose ranks, one on each node, have one replicated leaf and one of their own."""
 
-    def __init__(self, daemons: Sequence[DaemonProcess], sizes: Sequence[int], pid: int, tolerate: int = -1) -> None:
+    def __init__(
+        self, daemons: Sequence[DaemonProcess], sizes: Sequence[int], pid: int, tolerate: int = -1, protect: str = "auto"
+    ) -> None:
         nodes = [(daemon, [rank]) for rank, daemon in enumerate(daemons)]
-        super().__init__(nodes, **exchange_fields(sizes) | {"tolerate": tolerate})
+        super().__init__(nodes, **exchange_fields(sizes, protect) | {"tolerate": tolerate})
         self.placement = placement_of(self.manifest)
         (self.lane,) = self.placement.guard_lanes
         self.sizes, self.pid = sizes, pid
@@ -135,4 +137,4 @@ class ShardedJob(Job):
         sections = [self.section(rank, step) for rank in self.lane.members]
         for node in nodes or range(len(self.daemons)):
             holder = self.lane.members.index(node)
-            assert self.parity(node, step) == expected_parity(sections, holder, self.lane.piece_bytes)
+            assert self.parity(node, step) == expected_parity(self.lane, sections, holder)

@@ -13,13 +13,14 @@ from reft.client import torch_internals
 from reft.client.attach import stage_names
 from reft.client.link.rank_group import RankGroup
 from reft.client.schedule import hooks
+from reft.client.state.extract import recomputable
 from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.config import Config, Launch
 from reft.errors import ConfigError
 from reft.failpoints import Failpoints
 
-SCHEMES = ("auto", "arc", "aec", "none")
+SCHEMES = ("auto", "arc", "aec", "aor", "none")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class AttachArguments:
         tracked = TrackedObjects(modules, tuple(self.optimizers), scalers)
         for prefix, value, extractor in tracked.items():
             extractor.check(prefix, value)
+        if self.protect == "aor":
+            recomputable.check_optimizers(tracked.items())
         return tracked
 
     def objects(self) -> dict[str, Any]:

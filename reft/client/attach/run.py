@@ -52,9 +52,12 @@ from reft.client.attach.plan import (
 )
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
 from reft.client.attach.structure import rebuild_structure
+from reft.client.link.exchange import together
 from reft.client.session import Session
+from reft.client.state.extract import recomputable
 from reft.client.state.structure import group_counts
 from reft.console import say
+from reft.core.coding.placement import Placement
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import layouts_of
@@ -136,6 +139,7 @@ def plan_restore(
 
     Raises:
         ConfigError: the slots are too few for a job that starts fresh; see `refuse_few_slots`.
+        UnsupportedState: see `refuse_other_state`.
     """
     if recovery.base is None:
         refuse_fresh_start(context.settings, introduction.job.id, survey)
@@ -147,4 +151,17 @@ def plan_restore(
     plan = make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(attempt.number))
     if plan.base is None:
         refuse_few_slots(plan.placement)
+        refuse_other_state(context, introduction, plan.placement)
     return plan
+
+
+def refuse_other_state(context: AttachContext, introduction: Introduction, placement: Placement) -> None:
+    """Raises UnsupportedState if other nodes can't compute a rank's own state, and are to do so.
+
+    All ranks call it together, at a fresh start. A job that goes on is not stopped: copies of such
+    state are sent.
+    """
+    if any(lane.is_copies for lane in placement.guard_lanes):
+        is_copied = placement.guard_lane_of(context.rank) is not None
+        leaves = placement.rank_placement(context.rank).unreplicated.leaves if is_copied else ()
+        together(context.rank_group, lambda: recomputable.check_section(leaves, introduction.state.tracked.items()))

@@ -47,9 +47,9 @@ class Nodes:
         asked: called before each OpenBulk, with the node that is asked.
     """
 
-    def __init__(self, folder: Path, sizes: Sequence[int] = SIZES, tolerate: int = -1) -> None:
+    def __init__(self, folder: Path, sizes: Sequence[int] = SIZES, tolerate: int = -1, protect: str = "auto") -> None:
         self.count = len(sizes)
-        fields = exchange_fields(sizes) | {"tolerate": tolerate}
+        fields = exchange_fields(sizes, protect) | {"tolerate": tolerate}
         self.manifest = pb.Manifest(
             job="job", named=True, token=bytes(32), world=self.count, every=1,
             nodes=[pb.Node(name=f"n{i}", id=f"id{i}", ranks=[i], addresses=[f"unix:/{i}"]) for i in range(self.count)],
@@ -206,6 +206,23 @@ def test_a_lane_that_survives_two_losses_gets_its_parity_from_many_tickets(play,
         assert moved == 2 * sum(nodes.lane.sent_bytes(source) for source in range(5))
 
     play(act, [9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK, 4 * CHUNK + 5, 9 * CHUNK], 3)
+
+
+@pytest.mark.parametrize("tolerate", [1, 2])
+def test_turns_of_a_copy_lane_bring_whole_sections_of_the_next_members(play, tolerate):
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        assert (nodes.lane.is_copies, nodes.lane.f) == (True, tolerate)
+        for step in (1, 2):
+            nodes.write(step)
+            nodes.pins(whole=step, turn=step)
+            await nodes.settled()
+            nodes.pins(turn=-1, protected=step)
+            nodes.check_parity(step)
+        assert not nodes.unguarded and (3, 2) in nodes.guarded
+        assert sum(mover.moved_bytes for mover in nodes.movers) == 2 * tolerate * sum(nodes.lane.sizes)
+
+    play(act, [9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK, 4 * CHUNK + 5], tolerate, "aor")
 
 
 class Wire:

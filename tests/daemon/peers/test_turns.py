@@ -18,8 +18,12 @@ from tests.support.jobs import Code, Job, Trainer, epoch_of, refused, tcp_call
 
 @pytest.fixture
 def three(start, trainer) -> ShardedJob:
+    return three_nodes(start, trainer)
+
+
+def three_nodes(start, trainer, protect: str = "auto") -> ShardedJob:
     daemons = [start("--listen", "127.0.0.1:0") for _ in range(3)]
-    return ShardedJob(daemons, SIZES, trainer.pid).begin()
+    return ShardedJob(daemons, SIZES, trainer.pid, protect).begin()
 
 
 def movers(daemon: DaemonProcess) -> list[psutil.Process]:
@@ -36,6 +40,15 @@ def test_each_whole_step_becomes_protected_by_parity_as_drawn(three):
     assert status.turn == -1 and not status.lanes
     held = {header.slot for header in three.parity_headers(1)}
     assert held == {"parity-1.slot-0", "parity-1.slot-1"}
+
+
+def test_each_whole_step_becomes_protected_by_copies_of_the_next_members(start, trainer):
+    three = three_nodes(start, trainer, "aor")
+    for step in (1, 2, 3):
+        three.seal(step)
+        three.await_protected(step)
+        three.check_parity(step)
+    assert three.parity(0, 3).startswith(three.section(1, 3)), "node 0 keeps all of rank 1"
 
 
 def test_parity_is_no_slot_of_a_trainer(three):
