@@ -23,7 +23,7 @@ def three(start, trainer) -> ShardedJob:
 
 def three_nodes(start, trainer, protect: str = "auto") -> ShardedJob:
     daemons = [start("--listen", "127.0.0.1:0") for _ in range(3)]
-    return ShardedJob(daemons, SIZES, trainer.pid, protect).begin()
+    return ShardedJob(daemons, SIZES, trainer.pid, protect=protect).begin()
 
 
 def movers(daemon: DaemonProcess) -> list[psutil.Process]:
