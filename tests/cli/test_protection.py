@@ -286,11 +286,11 @@ def test_wrong_arguments_exit_with_2():
 # Jobs that exchange state
 
 
-def exchanging(lost: set[int] = frozenset(), protected: int = 40) -> JobSurvey:
+def exchanging(lost: set[int] = frozenset(), protected: int = 40, protect: str = "auto") -> JobSurvey:
     """Returns the replies of a job whose ranks have a leaf each. Steps 40 and 46 are whole."""
     found = job_survey(4, lost, steps=(40, 46), leaves=("a", "b", "c", "d"))
     for ident, inventory in found.replies.items():
-        inventory.manifest.slots = 4
+        inventory.manifest.slots, inventory.manifest.protect = 4, protect
         for copy in inventory.capsules:
             copy.unreplicated_bytes = SIZE
         (lane,) = placement_of(inventory.manifest).guard_lanes
@@ -331,6 +331,13 @@ def test_the_step_that_survives_processes_and_the_one_that_survives_nodes_are_sh
         "pace_bytes_per_s": 1 << 20, "pace_reason": "because", "parity_bytes": 5 << 20, "extra_slot_bytes": 6 << 20,
         "unguarded_lanes": [{"step": 46, "lane": 0, "reason": "rank 2 has no slot of it."}],
     }  # fmt: skip
+
+
+def test_copies_of_what_exists_once_are_shown():
+    exchange = pb.ExchangeStatus(protected=40, protected_age_s=12.0, turn=-1)
+    text = " ".join(" ".join(lines_of(exchanging(protect="aor"), whole=46, exchange=exchange)).split())
+    assert "copies elsewhere 4 1+1 1 1 12.0 MiB" in text
+    assert "protect PROTECTED any 1 failure domain can be lost now." in text
 
 
 def test_before_the_first_turn_nothing_is_protected():

@@ -156,7 +156,7 @@ def plan_restore(
 
 
 def refuse_other_state(context: AttachContext, introduction: Introduction, placement: Placement) -> None:
-    """Raises UnsupportedState if other nodes can't compute a rank's own state, and are to do so.
+    """Raises UnsupportedState for state that other nodes shall compute, and can't.
 
     All ranks call it together, at a fresh start. A job that goes on is not stopped: copies of such
     state are sent.

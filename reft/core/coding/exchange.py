@@ -259,7 +259,10 @@ class CopyLane(GuardLane):
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
 
     def gives_back(self, rank: int, slots: Collection[int], parity: Collection[int]) -> bool:
-        """Whether a copy of a lost member's section is at hand, however many members are lost."""
+        """Whether a copy of a lost member's section is at hand.
+
+        It does not matter how many members are lost.
+        """
         return any(self.members[holder] in parity for holder in self.holders_of(self.members.index(rank)))
 
     def piece_of(self, source: int, holder: int) -> int:
@@ -281,7 +284,7 @@ class CopyLane(GuardLane):
         return super().sources_of(holder)[: self.f]
 
     def holders_of(self, source: int) -> list[int]:
-        """Returns the members that copy a source; the one with the source in column l is at l."""
+        """Returns the members that copy a source, in the order of the source's columns there."""
         return super().holders_of(source)[: self.f]
 
     def requests(self, source: int, holder: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
