@@ -384,3 +384,14 @@ def test_recover_decodes_from_parity_and_says_so():
     assert [(each.rank, each.section) for each in request.lost] == [(2, True)]
     assert [(each.rank, each.slot) for each in request.parity] == [(r, f"parity-{r}.slot-0") for r in (0, 1, 3)]
     assert [request.nodes[each.node].id for each in request.parity] == ["id0", "id1", "id3"]
+
+
+def test_recover_reads_from_copies_and_says_so():
+    found = exchanging({2}, protect="aor")
+    plan = found.plan(())
+    view = recovery_view("run1", found, plan, ())
+    text = " ".join(" ".join(recovery_lines(view)).split())
+    assert "step 40 (epoch 2) can be restored completely. Leaves that no other rank has are read from copies." in text
+    assert "cell c: 3.0 MiB copied; read from node-b (3.0 MiB)." in text
+    request = rebuild_request(found, plan, [2], {})
+    assert [(each.rank, each.slot) for each in request.parity] == [(1, "parity-1.slot-0")]

@@ -99,7 +99,9 @@ def judge_holdings(
     ranks = counted(len(plan.capsules), "rank")
     reason = f"the slots of {ranks} are lost, but {plan.base} can be restored completely."
     if plan.sections:
-        reason += " Leaves that no other rank has are decoded from parity."
+        placement = placements.get(plan.base.epoch)
+        is_copied = placement is not None and any(lane.is_copies for lane in placement.guard_lanes)
+        reason += f" Leaves that no other rank has are {'read from copies' if is_copied else 'decoded from parity'}."
     return Holdings(HoldingState.RECOVERABLE, plan.base, missing, reason)
 
 
