@@ -335,8 +335,10 @@ def test_the_step_that_survives_processes_and_the_one_that_survives_nodes_are_sh
 
 def test_copies_of_what_exists_once_are_shown():
     exchange = pb.ExchangeStatus(protected=40, protected_age_s=12.0, turn=-1)
-    text = " ".join(" ".join(lines_of(exchanging(protect="aor"), whole=46, exchange=exchange)).split())
-    assert "copies elsewhere 4 1+1 1 1 12.0 MiB" in text
+    lines = lines_of(exchanging(protect="aor"), whole=46, exchange=exchange)
+    text = " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= status_text.WIDTH
+    assert "copies elsewhere one holder 4 1+1 1 1 12.0 MiB" in text
     assert "protect PROTECTED any 1 failure domain can be lost now." in text
 
 

@@ -63,7 +63,12 @@ class ShardedJob(Job):
     """A job whose ranks, one on each node, have one replicated leaf and one of their own."""
 
     def __init__(
-        self, daemons: Sequence[DaemonProcess], sizes: Sequence[int], pid: int, tolerate: int = -1, protect: str = "auto"
+        self,
+        daemons: Sequence[DaemonProcess],
+        sizes: Sequence[int],
+        pid: int,
+        tolerate: int = -1,
+        protect: str = "auto",
     ) -> None:
         nodes = [(daemon, [rank]) for rank, daemon in enumerate(daemons)]
         super().__init__(nodes, **exchange_fields(sizes, protect) | {"tolerate": tolerate})
