@@ -174,7 +174,7 @@ class Session:
         parity_bytes: memory for parity that the node keeps on behalf of this rank
         extra_slot_bytes: memory for this rank's slots beyond three, which the exchange needs
         protected_step: newest step of this attach known to survive lost nodes; -1 if none
-        turn_s: seconds of the last turn, as this rank heard; -1 if it heard of none
+        turn_s: seconds of the last turn, as seen at snapshots; -1 if no turn was seen to end
         """
         return self._window.stats()
 

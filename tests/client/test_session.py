@@ -274,9 +274,10 @@ def test_stats_are_numbers_and_a_closed_session_takes_nothing(attach):
     assert all(isinstance(value, (int, float)) for value in stats.values())
     assert {"sealed_step", "snapshots", "skipped", "bytes", "stall_ms", "bubble_fraction"} <= set(stats)
     assert stats["bytes"] == sum(len(value) for value in state_bytes(model, optimizer).values())
+    assert (stats["none_bytes"], stats["exchange_bytes"], stats["protected_step"]) == (stats["bytes"], 0, -1)
     step_once(model, optimizer)
     session.step_end()
-    assert session.stats()["snapshots"] == 0
+    assert session.stats()["snapshots"] == 0 and set(session.stats()) == set(stats)
 
 
 @pytest.mark.parametrize("is_past_caches", [True, False])

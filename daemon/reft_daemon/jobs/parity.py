@@ -80,16 +80,15 @@ def sent_bytes(job: JobRecord) -> int:
     return sum(local.lane.sent_bytes(local.member) for local in local_lanes(job))
 
 
-def memory(job: JobRecord) -> dict[str, int]:
-    """Returns the bytes of this node that the exchange takes, by the names of ExchangeStatus.
+def parity_bytes(job: JobRecord) -> int:
+    """Returns the memory of all parity slots here."""
+    return sum(slot.file_bytes for slot in job.slots.parity.values())
 
-    They are those of its parity slots, and of each rank's slots beyond SLOTS.
-    """
+
+def extra_slot_bytes(job: JobRecord) -> int:
+    """Returns the memory of slots that ranks have only for the exchange."""
     slots = [job.slots.current_of_rank(local.rank)[SLOTS:] for local in local_lanes(job)]
-    return {
-        "parity_bytes": sum(slot.file_bytes for slot in job.slots.parity.values()),
-        "extra_slot_bytes": sum(slot.file_bytes for extra in slots for slot in extra),
-    }
+    return sum(slot.file_bytes for extra in slots for slot in extra)
 
 
 def kept_version(job: JobRecord) -> Version | None:

@@ -208,7 +208,8 @@ class TurnService:
         pace = self._mover.pace(sent_bytes)
         status = pb.ExchangeStatus(
             protected=pins.protected, turn=pins.turn, sent_bytes=sent_bytes, pace_bytes_per_s=pace.bytes_per_s,
-            pace_reason=pace.reason, **parity.memory(job),
+            pace_reason=pace.reason, parity_bytes=parity.parity_bytes(job),
+            extra_slot_bytes=parity.extra_slot_bytes(job),
         )  # fmt: skip
         if (last := self._last.get(job.id)) is not None and last.took_s is not None:
             status.last_turn_s = last.took_s

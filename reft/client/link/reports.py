@@ -19,7 +19,6 @@ from types import MappingProxyType
 import grpc
 from google.protobuf.message import DecodeError
 
-from reft.client.link.turn_meter import TurnMeter
 from reft.core.commit.pins import Pins
 from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.round import Outcome, StepAnswer
@@ -75,7 +74,6 @@ class Reporter:
         news: the number of replies and of calls of `wake`.
         error: why the last report failed; None if it was answered.
         slots_missing: whether the daemon has lost slots of this rank.
-        turn_meter: how long turns of the exchange last.
         requested_every: requested snapshot interval, sent with each report; see
             `reft.core.commit.snapshot_interval`.
         layout_report: what this rank reports on layouts, sent with each report; see
@@ -96,7 +94,6 @@ class Reporter:
         self._outcome = Outcome()
         self.error: ReftError | None = None
         self.slots_missing = False
-        self.turn_meter = TurnMeter()
         self.requested_every = 0
         self.layout_report = LayoutReport()
 
@@ -232,7 +229,6 @@ class Reporter:
             self.error = None
         self.slots_missing = reply.slots_missing
         self._outcome = self._outcome.merge(messages.outcome_from(reply))
-        self.turn_meter.note(self._outcome.pins, time.monotonic())
         self._undecided.settle(self._outcome)
 
     def outcome_delays(self, step: int) -> tuple[int | None, int]:

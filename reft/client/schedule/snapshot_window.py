@@ -30,7 +30,7 @@ from reft.client.memory import streaming
 from reft.client.memory.cuda import HostCopy
 from reft.client.schedule.iteration_profile import IterationProfiler
 from reft.client.schedule.step_counting import CallCounting, MarkCounting, ResumedCounting, StepCounting
-from reft.client.snapshot.snapshotter import Snapshotter
+from reft.client.snapshot.snapshotter import Snapshotter, protection_stats
 from reft.client.snapshot.stats import CopyStats
 from reft.client.snapshot.task import SnapshotHistory
 from reft.client.snapshot.timeline import snapshot_spans
@@ -298,7 +298,7 @@ class SnapshotWindow:
             "stall_ms": 1000 * copy_stats.stall_s / max(history.sealed, 1),
             "bubble_fraction": copy_stats.written(Tier.GAP) / max(copy_stats.written(), 1),
             **{name: copy_stats.written(tier) for name, tier in TIER_BYTES.items()},
-            **(snapshots.protection_stats() if snapshots else UNPROTECTED),
+            **(protection_stats(snapshots) if snapshots else UNPROTECTED),
         }
 
     def trace(self) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class Snapshotter:
             except Exception as error:
                 # A failed snapshot must never end training.
                 reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
+        self.history.turn_meter.note(self.reporter.pins, began_s)
         self.history.mark_s += time.perf_counter() - began_s
         if reason:
             self._void(task, reason)
@@ -237,19 +238,6 @@ class Snapshotter:
         placement = self.facts.placement
         return not exposures(placement) and (not placement.guard_lanes or self.reporter.pins.protected >= step)
 
-    def protection_stats(self) -> dict[str, float]:
-        """Returns the numbers of `Session.stats` on the job's protection."""
-        placement = self.facts.placement
-        if placement.guard_lanes:
-            protected_step = self.reporter.pins.protected
-        else:
-            protected_step = -1 if exposures(placement) else self.whole_step
-        return {
-            **protection_counts(placement, self.facts.rank),
-            "protected_step": protected_step,
-            "turn_s": self.reporter.turn_meter.last_s,
-        }
-
     def misfits(self) -> bool:
         """Decides whether this rank's state misfits the placement, by the last snapshot."""
         return bool(self.planner.unplanned_leaves or self.reporter.mismatched)
@@ -295,3 +283,17 @@ class Snapshotter:
         self._thread.close()
         self.reporter.close()
         self.slots.unmap()
+
+
+def protection_stats(snapshots: Snapshotter) -> dict[str, float]:
+    """Returns the numbers of `Session.stats` on the job's protection."""
+    placement = snapshots.facts.placement
+    if placement.guard_lanes:
+        protected_step = snapshots.reporter.pins.protected
+    else:
+        protected_step = -1 if exposures(placement) else snapshots.whole_step
+    return {
+        **protection_counts(placement, snapshots.facts.rank),
+        "protected_step": protected_step,
+        "turn_s": snapshots.history.turn_meter.last_s,
+    }

@@ -22,6 +22,7 @@ from collections import deque
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+from reft.client.snapshot.turn_meter import TurnMeter
 from reft.errors import ReftError
 
 EVENTS_MAX = 20  # the newest events of a task
@@ -132,6 +133,7 @@ class SnapshotHistory:
         skipped: how many are VOID.
         sealed_step: the newest sealed step; -1 if there is none.
         mark_s: seconds for which marks held up training.
+        turn_meter: how long turns of the exchange last.
     """
 
     def __init__(self) -> None:
@@ -141,6 +143,7 @@ class SnapshotHistory:
         self.sealed = self.skipped = 0
         self.sealed_step = -1
         self.mark_s = 0.0
+        self.turn_meter = TurnMeter()
 
     def begin(self, step: int, now_s: float) -> SnapshotTask:
         """Returns a new task, and forgets the oldest one if there are TASKS_MAX."""

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from reft.client.schedule.snapshot_window import UNPROTECTED
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
 from reft.client.snapshot.rank_slots import RankSlots
 from reft.client.snapshot.save_planner import SavePlanner
 from reft.client.snapshot.snapshot_thread import SnapshotFacts
-from reft.client.snapshot.snapshotter import Snapshotter
+from reft.client.snapshot.snapshotter import Snapshotter, protection_stats
 from reft.client.snapshot.task import SnapshotHistory
 from reft.client.state.host_state import HostState
 from reft.client.state.tracked_objects import TrackedObjects
@@ -33,6 +34,7 @@ from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
 from reft.core.pipeline.course import PacingPlan, Phase
 from reft.core.pipeline.pacing import Tier
+from reft.core.status.protection import protection_counts
 from reft.errors import NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import capsule_format
@@ -418,3 +420,37 @@ def test_a_step_of_exchanged_state_is_protected_once_its_turn_has_ended(rank):
     assert rank.snapshots.is_protected(5)
     rank.snapshots.facts = replace(rank.snapshots.facts, placement=replace(exchanging, slots=3))
     assert not rank.snapshots.is_protected(5), "with three slots nothing is exchanged"
+
+
+def test_a_turn_is_timed_by_the_pins_that_are_known_at_snapshots(rank):
+    meter = rank.snapshots.history.turn_meter
+    for step, pins, is_timed in [
+        (1, Pins(1, turn=1), False),
+        (2, Pins(1, turn=1), False),
+        (3, Pins(2, protected=1), True),
+    ]:
+        rank.reporter.pins = pins
+        rank.take(step)
+        assert (meter.last_s > 0) == is_timed
+        rank.step()
+
+
+def test_stats_say_what_is_protected_and_how(rank):
+    own = [pack([replace(leaf, global_offset=(7 * i,) * len(leaf.shape)) for leaf in rank.leaves]) for i in range(2)]
+    division = divide({layout.digest: layout for layout in own}, [layout.digest for layout in own])
+    exchanging = place(division, range(2), "auto", 1, 4096, slots=4)
+    rank.reporter.pins = Pins(3, whole=5, protected=4)
+    rank.snapshots.history.turn_meter.last_s = 1.5
+    stats = protection_stats(rank.snapshots)
+    assert (stats["aec_bytes"] > 0, stats["exchange_bytes"], stats["protected_step"]) == (
+        True,
+        0,
+        rank.snapshots.whole_step,
+    )
+    rank.snapshots.facts = replace(rank.snapshots.facts, placement=exchanging)
+    stats = protection_stats(rank.snapshots)
+    assert stats == protection_counts(exchanging, 0) | {"protected_step": 4, "turn_s": 1.5}
+    assert set(stats) == set(UNPROTECTED), "also without snapshots"
+    rank.snapshots.facts = replace(rank.snapshots.facts, placement=replace(exchanging, slots=3))
+    stats = protection_stats(rank.snapshots)
+    assert stats["none_bytes"] > 0 and stats["protected_step"] == -1

@@ -6,9 +6,9 @@ from reft.core.commit.pins import Pins
 
 
 class TurnMeter:
-    """How long the last turn lasted, by the outcomes that this rank received.
+    """How long the last turn lasted, by the pins known at each snapshot.
 
-    A turn that begins and ends between two outcomes is not measured.
+    A turn that begins and ends between two snapshots is not measured.
 
     Attributes:
         last_s: seconds of the last measured turn; -1 if none was.

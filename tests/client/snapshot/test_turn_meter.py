@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reft.client.link.turn_meter import TurnMeter
+from reft.client.snapshot.turn_meter import TurnMeter
 from reft.core.commit.pins import Pins
 
 
