@@ -18,7 +18,7 @@ from bench.restoring import STEPS, TimedSteps, timed_steps
 ROOT = Path(__file__).resolve().parents[2]
 ROUND = {
     "attach": 0.5, "load": 0.25, "make": 0.1, "rest": 0.15, "existing_load": 0.2, "memcpy": 0.125, "memcpy_2": 0.1,
-    "double_buffer": 0.3, "pages": 0.05, "dcp": 1.0,
+    "double_buffer": 0.3, "pages": 0.05, "dcp": 1.0, "existing_attach": 0.4, "dcp_again": 0.8,
 }  # fmt: skip
 
 
@@ -43,6 +43,12 @@ def test_a_small_state_is_given_in_milliseconds():
     assert small["whole attach", "s"].value == 0.5 and small["whole attach", "s"].goal == "<= 0.25"
     assert small["load into existing pages", "ms"].value == 200
     assert small["load into existing pages", "ms"].goal is None
+
+
+def test_a_first_attach_is_compared_with_a_first_load_and_a_second_with_a_second():
+    assert rows()["whole attach", "of DCP's load"].value == 0.5
+    assert rows()["second attach", "of DCP's second load"].value == 0.5
+    assert ("second attach", "of DCP's second load") not in rows("lost-node", existing_attach=0)
 
 
 @pytest.mark.parametrize(
