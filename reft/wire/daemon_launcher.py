@@ -25,13 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-
 from reft.config import Config, child_environment
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
 from reft.wire import daemon_launcher, messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
-from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 log = logging.getLogger("reft")
 IDLE_EXIT_S = 600  # a daemon that a trainer or an agent started leaves so long after its last job
@@ -55,12 +52,7 @@ def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0
         DaemonUnavailable: no daemon answered in time.
         AttachError: a daemon of another protocol.
     """
-    with rpc.channel(address) as channel:
-        try:
-            request = messages.hello(job, agent_pid)
-            reply: pb.HelloReply = pb_grpc.DaemonStub(channel).Hello(request, timeout=deadline_s, wait_for_ready=False)
-        except grpc.RpcError as error:
-            raise rpc.error_of(error, address) from error
+    reply: pb.HelloReply = rpc.call(address, "Hello", messages.hello(job, agent_pid), deadline_s)
     messages.check_protocol(reply.protocol, reply.oldest, f"the daemon at {address} speaks", "this program")
     return reply
 

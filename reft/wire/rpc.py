@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -21,6 +21,7 @@ from reft.errors import (
 )
 from reft.wire import messages
 from reft.wire.tls import Tls
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 # Bytes: two manifests of 16 MiB, as in a decision or an inventory, and their envelope.
 MESSAGE_MAX: Final = 34 << 20
@@ -141,6 +142,19 @@ def channel(address: str, tls: Tls | None = None) -> grpc.Channel:
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(check_address(address), options=options)
     return grpc.secure_channel(check_address(address), tls.client(), options=options)
+
+
+def call(address: str, method: str, request: Any, deadline_s: float) -> Any:
+    """Calls a method of a daemon by its unix socket, and returns the reply.
+
+    Raises:
+        ReftError: the call failed; see `error_of`.
+    """
+    with channel(address) as connection:
+        try:
+            return getattr(pb_grpc.DaemonStub(connection), method)(request, timeout=deadline_s)
+        except grpc.RpcError as error:
+            raise error_of(error, address) from error
 
 
 def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio.Channel:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.launcher import die_with_parent
 from reft.client.attach.local_state import LocalState, RestoreMemory
@@ -40,7 +38,6 @@ from reft.errors import AttachError
 from reft.wire import daemon_launcher, local_socket, manifest, rpc
 from reft.wire.manifest import division_of, domains_of, inline_bytes_max, layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
-from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,9 @@ class NodeDaemon:
         """Calls a method of the daemon, and returns the reply.
 
         Raises:
-            ReftError: the call failed; see `rpc.error_of`.
+            ReftError: the call failed; see `rpc.call`.
         """
-        with rpc.channel(self.address) as channel:
-            try:
-                return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=deadline_s or self.deadline_s)
-            except grpc.RpcError as error:
-                raise rpc.error_of(error, self.address) from error
+        return rpc.call(self.address, method, request, deadline_s or self.deadline_s)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 import torch
 
 from reft.client.memory.cuda import pin, unpin
@@ -23,7 +22,6 @@ from reft.wire import local_socket, messages, rpc
 from reft.wire.shm import map_file
 from reft.wire.slot_format import PAGE, Bytes, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
-from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 # Spare bytes of the table: it grows when a step counter moves to another device.
 SPARE_TABLE = 4096
@@ -140,7 +138,7 @@ class SlotLeases:
         """Returns the newest version of this epoch that the daemon knows to be whole.
 
         Raises:
-            ReftError: the call failed; see `rpc.error_of`.
+            ReftError: the call failed; see `rpc.call`.
         """
         jobs = self._rpc("Status", pb.StatusRequest(job=self.job), 0).jobs
         return Version(self.epoch, jobs[0].whole) if jobs and jobs[0].whole >= 0 else None
@@ -160,11 +158,7 @@ class SlotLeases:
 
     def _rpc(self, method: str, request: object, nbytes: int) -> Any:
         deadline_s = self.settings.attach_deadline_s + nbytes / ALLOCATION_BYTES_PER_S
-        with rpc.channel(self.address) as channel:
-            try:
-                return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=deadline_s)
-            except grpc.RpcError as error:
-                raise rpc.error_of(error, self.address) from error
+        return rpc.call(self.address, method, request, deadline_s)
 
 
 log = logging.getLogger("reft")
