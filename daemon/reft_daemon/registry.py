@@ -203,6 +203,8 @@ class Registry:
         """
         job = self.get(request.job)
         job.check_epoch(request.epoch)
+        if not job.record.holders:
+            return
         decision = messages.decision_from(job.record.decision)
         kept = {version for version in (decision.base, decision.guard) if version is not None}
         slots = job.slots.all.values()
