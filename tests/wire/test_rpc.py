@@ -158,6 +158,11 @@ def test_a_call_without_a_listening_daemon_fails_at_once(tmp_path):
     assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+def test_a_call_by_name_raises_the_error_that_its_status_stands_for(tmp_path):
+    with pytest.raises(DaemonUnavailable, match="no daemon answers at"):
+        rpc.call(f"unix:{tmp_path}/socket", "Status", pb.StatusRequest(), 60)
+
+
 @pytest.mark.parametrize(
     ("details", "reason"),
     [
