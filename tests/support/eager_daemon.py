@@ -9,4 +9,5 @@ from reft_daemon.rebuild import repair
 if __name__ == "__main__":
     scrub.IDLE_S = scrub.AGAIN_S = 0.0
     scrub.NOTHING_S = repair.LOOK_S = 0.05
+    repair.AGAIN_S = 1.0
     main()

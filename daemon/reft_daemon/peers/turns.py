@@ -102,6 +102,7 @@ class TurnService:
         self._failpoints = failpoints or Failpoints()
         self._turns: dict[str, JobTurn] = {}
         self._last: dict[str, JobTurn] = {}  # job → its last turn that made all parity here
+        self._repairs: dict[str, JobTurn] = {}  # job → what is made again, outside a turn
         self._protected: dict[str, tuple[Version, float]] = {}  # job → what is protected, and since when
         self._noted: dict[str, frozenset[UnguardedLane]] = {}  # job → losses of what is protected
         self._held: dict[str, asyncio.TimerHandle] = {}
@@ -121,6 +122,7 @@ class TurnService:
         if version is None:
             self._end(job.id)
         elif earlier is None or earlier.version != version:
+            earlier = earlier or self._repairs.get(job.id)
             if earlier is not None and earlier.task is not None:
                 earlier.task.cancel()
             turn = self._turns[job.id] = JobTurn(version)
@@ -179,10 +181,11 @@ class TurnService:
         """
         if job.id in self._turns or job.id in self._held:
             raise AttachError(f"a turn or an attach of job {job.id} is under way.")
-        turn = self._turns[job.id] = JobTurn(version)
-        turn.task = task = self._start(self._make_alone(job, turn, local))
+        repair = self._repairs[job.id] = JobTurn(version)
+        repair.task = task = self._start(self._make_alone(job, repair, local))
         await asyncio.wait({task})
-        if self._turns.get(job.id) is turn:
+        del self._repairs[job.id]
+        if job.id not in self._turns:
             await asyncio.wait({self._end(job.id)})
         if task.cancelled():
             raise AttachError(f"a turn or an attach of job {job.id} has begun meanwhile.")
@@ -228,7 +231,7 @@ class TurnService:
         """Ends all turns and the mover."""
         for name in list(self._held):
             self.release(name)
-        for turn in self._turns.values():
+        for turn in (*self._turns.values(), *self._repairs.values()):
             if turn.task is not None:
                 turn.task.cancel()
         if self._tasks:
@@ -250,13 +253,14 @@ class TurnService:
 
     def _end(self, name: str) -> asyncio.Task[None]:
         """Ends a job's turn, and lets the mover unmap its slots; returns that work."""
-        turn = self._turns.pop(name, None)
-        if turn is not None and turn.task is not None:
-            turn.task.cancel()
+        turns = self._turns.pop(name, None), self._repairs.get(name)
+        tasks = {turn.task for turn in turns if turn is not None and turn.task is not None}
+        for task in tasks:
+            task.cancel()
 
         async def end() -> None:
-            if turn is not None and turn.task is not None:
-                await asyncio.wait({turn.task})
+            if tasks:
+                await asyncio.wait(tasks)
             await self._mover.forget(name)
 
         return self._start(end())

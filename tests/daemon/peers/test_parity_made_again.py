@@ -98,6 +98,21 @@ def test_what_comes_meanwhile_goes_first(play, comes):
     play(act)
 
 
+def test_news_without_a_turn_does_not_end_it(play):
+    async def act(nodes: Nodes) -> None:
+        version = await damaged_parity(nodes)
+
+        async def asked(node: int) -> None:
+            nodes.services[0].wake(nodes.jobs[0])
+            await asyncio.sleep(0)  # a cancelled task ends here
+
+        nodes.asked = asked
+        await make_again(nodes, version)
+        nodes.check_parity(1)
+
+    play(act)
+
+
 def test_it_waits_for_no_turn(play):
     async def act(nodes: Nodes) -> None:
         version = await damaged_parity(nodes)
