@@ -10,8 +10,9 @@ What a neighbour has acknowledged is not sent again. So a slow or dead neighbour
 however long it is away. The message is tried again every RETRY_S until it is acknowledged, or out
 of date.
 
-A restarted daemon has forgotten what it acknowledged. A restarted child asks its parent by Gather.
-To the parent, the report is repeated every RETRY_S as long as some step is undecided.
+A restarted daemon has forgotten what it acknowledged. So a child asks its parent by Gather once at
+its start, also without news: its slots may be memfds, which trainers have not given back yet. To
+the parent, the report is repeated every RETRY_S as long as some step is undecided.
 """
 
 from __future__ import annotations
@@ -216,6 +217,7 @@ class RoundReplicator:
         self._acknowledged_outcomes: dict[int, Outcome] = {}
         # the report that the parent acknowledged within the last RETRY_S
         self._acknowledged_report = pb.GatherRequest()
+        self._has_heard_parent = False
         self._change_events: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
         manifest, index = job.record.manifest, job.record.node_index
@@ -285,9 +287,9 @@ class RoundReplicator:
             layout=messages.layout_report_to(job.round.layout),
             guard=messages.guard_report_to(job.round.guard.report(job.round.outcome.pins)),
         )
-        if job.round.has_news and request != self._acknowledged_report:
+        if (job.round.has_news or not self._has_heard_parent) and request != self._acknowledged_report:
             reply = await self._call(node, "Gather", request)
-            self._acknowledged_report = request
+            self._acknowledged_report, self._has_heard_parent = request, True
             asyncio.get_running_loop().call_later(RETRY_S, self._repeat_report, request)
             rounds.hear_outcome(job, messages.outcome_from(reply))  # type: ignore[arg-type]
 
