@@ -21,8 +21,8 @@ from reft.core.recovery.restart_loop import RestoreCount
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
-PROTOCOL = 9
-OLDEST = 9  # the oldest protocol that this reft speaks beside PROTOCOL
+PROTOCOL = 10
+OLDEST = 10  # the oldest protocol that this reft speaks beside PROTOCOL
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 NODE_REPORTS_MAX = 512  # reports in one beat, the most severe first; the next beats have the rest
@@ -178,22 +178,28 @@ def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
 
 
 def pins_to(pins: Pins) -> pb.Pins:
-    whole, turn, protected = (step if step >= 0 else None for step in (pins.whole, pins.turn, pins.protected))
-    return pb.Pins(seq=pins.seq, whole=whole, turn=turn, protected=protected)
+    steps = (pins.whole, pins.turn, pins.protected, pins.kept)
+    whole, turn, protected, kept = (step if step >= 0 else None for step in steps)
+    return pb.Pins(
+        seq=pins.seq, whole=whole, turn=turn, protected=protected, kept=kept,
+        attempt=pins.attempt, protected_by=pins.protected_by,
+    )  # fmt: skip
 
 
 def pins_from(message: pb.Pins) -> Pins:
     whole = message.whole if message.HasField("whole") else -1
     turn = message.turn if message.HasField("turn") else -1
-    return Pins(message.seq, whole, turn, message.protected if message.HasField("protected") else -1)
+    protected = message.protected if message.HasField("protected") else -1
+    kept = message.kept if message.HasField("kept") else -1
+    return Pins(message.seq, whole, turn, protected, message.attempt, message.protected_by, kept)
 
 
 def guard_report_to(report: GuardReport) -> pb.GuardReport:
     lanes = [
-        pb.UnguardedLane(step=lane.step, lane=lane.lane, words=lane.words[:REASON_MAX])
+        pb.UnguardedLane(step=lane.step, lane=lane.lane, words=lane.words[:REASON_MAX], attempt=lane.attempt)
         for lane in sorted(report.lanes)[:LANES_MAX]
     ]
-    return pb.GuardReport(guarded=None if report.guarded < 0 else report.guarded, lanes=lanes)
+    return pb.GuardReport(attempt=report.guarded, lanes=lanes)
 
 
 def guard_report_from(message: pb.GuardReport) -> GuardReport:
@@ -202,14 +208,13 @@ def guard_report_from(message: pb.GuardReport) -> GuardReport:
     Raises:
         ConfigError: a step is above STEP_MAX, or there are more than LANES_MAX lanes.
     """
-    guarded = message.guarded if message.HasField("guarded") else -1
-    newest = max((guarded, *(lane.step for lane in message.lanes)))
+    newest = max((lane.step for lane in message.lanes), default=0)
     if newest > STEP_MAX:
         raise ConfigError(f"step {newest} can't be guarded: steps end at {STEP_MAX}.")
     if len(message.lanes) > LANES_MAX:
         raise ConfigError(f"{len(message.lanes)} lanes are reported as unguarded; the limit is {LANES_MAX}.")
-    lanes = (UnguardedLane(lane.step, lane.lane, lane.words[:REASON_MAX]) for lane in message.lanes)
-    return GuardReport(guarded, frozenset(lanes))
+    lanes = (UnguardedLane(lane.step, lane.lane, lane.words[:REASON_MAX], lane.attempt) for lane in message.lanes)
+    return GuardReport(message.attempt, frozenset(lanes))
 
 
 def layout_report_to(layout: LayoutReport) -> pb.LayoutReport:

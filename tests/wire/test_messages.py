@@ -42,6 +42,7 @@ def test_decisions(decision):
 
 
 STEPS = st.integers(0, messages.STEP_MAX)
+OR_NONE = st.integers(-1, messages.STEP_MAX)
 FEW = st.frozensets(STEPS, max_size=UNDECIDED_MAX)
 
 
@@ -91,7 +92,7 @@ def test_more_undecided_steps_than_slots_are_refused():
     st.integers(-1, messages.STEP_MAX),
     st.frozensets(STEPS),
     st.builds(SnapshotInterval, STEPS, st.integers(0, 1 << 31)),
-    st.builds(Pins, STEPS, *[st.integers(-1, messages.STEP_MAX)] * 3),
+    st.builds(Pins, STEPS, *[OR_NONE] * 3, STEPS, STEPS, OR_NONE),
 )
 def test_outcomes(until, still, pace, pins):
     outcome = Outcome(pins, until, still, interval=pace)

@@ -100,15 +100,15 @@ def check_kept(job: JobRecord, decision: Decision) -> None:
     """Raises AttachError if this daemon may have freed the base or the guard.
 
     Then the base is older than a version that is whole, or the guard older than one that is
-    protected. This daemon can have forgotten the pin in a restart, and can have learnt of a newer
-    version then.
+    protected, or was. This daemon can have forgotten the pin in a restart, and can have learnt of a
+    newer version then.
     """
     pins = job.round.outcome.pins if job.round else Pins()
-    whole, protected = (Version(job.epoch, step) if step >= 0 else None for step in (pins.whole, pins.protected))
+    whole, protected = (Version(job.epoch, step) if step >= 0 else None for step in (pins.whole, pins.guarded_step))
     if not accepts_base(decision.base, whole):
         raise AttachError(f"the base of the new layout is {decision.base}, but {whole} of job {job.id} is whole.")
     if decision.guard is not None and not accepts_base(decision.guard, protected):
-        raise AttachError(f"the guard of the new layout is {decision.guard}, but {protected} is protected.")
+        raise AttachError(f"the guard of the new layout is {decision.guard}, but {protected} was protected.")
 
 
 # Decisions

@@ -92,10 +92,10 @@ def extra_slot_bytes(job: JobRecord) -> int:
 
 
 def kept_version(job: JobRecord) -> Version | None:
-    """Returns the version whose parity stays: the protected one, else the guard."""
-    protected = job.round.outcome.pins.protected if job.round is not None else -1
-    if protected >= 0:
-        return Version(job.epoch, protected)
+    """Returns the version whose parity stays: the protected or the kept one, else the guard."""
+    step = job.round.outcome.pins.guarded_step if job.round is not None else -1
+    if step >= 0:
+        return Version(job.epoch, step)
     return messages.decision_from(job.record.decision).guard
 
 

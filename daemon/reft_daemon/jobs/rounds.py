@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from reft.core.commit.pins import EXCHANGE_SLOTS_MIN, ExchangeFacts, Pins, UnguardedLane
 from reft.core.commit.round import Digests, Outcome, Round, StepReport
-from reft.core.commit.version import Version
+from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
@@ -56,18 +56,25 @@ def exchange_facts(job: JobRecord) -> ExchangeFacts:
     return ExchangeFacts(len(lanes), slots, guards, job.record.decision.HasField("guard"))
 
 
-def note_guarded(job: JobRecord, step: int) -> None:
-    """Notes that all parity of a step on this node is sealed.
+def note_guarded(job: JobRecord, attempt: int) -> None:
+    """Notes that all parity of a turn on this node is sealed.
 
-    Lanes that were noted as unguarded are the exception. Only the turn's step counts.
+    Lanes that were noted as unguarded are the exception. Only the turn under way counts.
     """
-    if job.round is not None and job.round.guard.note_guarded(job.round.outcome.pins, step):
+    if job.round is not None and job.round.guard.note_guarded(job.round.outcome.pins, attempt):
         publish(job)
 
 
 def note_unguarded(job: JobRecord, lanes: Sequence[UnguardedLane]) -> None:
     """Notes lanes that lack parity of the turn or of the protected step here."""
     if job.round is not None and job.round.guard.note_unguarded(job.round.outcome.pins, lanes):
+        publish(job)
+
+
+def retry_turn(job: JobRecord, epoch: Epoch, attempt: int) -> None:
+    """Lets the coordinator begin another turn of the newest whole step, after `attempt`."""
+    if job.round is not None and job.epoch == epoch:
+        job.round.guard.permit_retry(job.round.outcome.pins, attempt)
         publish(job)
 
 

@@ -1,12 +1,13 @@
 """Turns of the exchange: makes the parity that this node keeps of other nodes' slots.
 
-    pins(turn = T) ─► for each rank here in a guard lane, at the same time:
+    pins(turn = T, attempt = a) ─► for each rank here in a guard lane, at the same time:
                         a parity slot ─► begin ─► source j+1: ticket, pull ─► source j+2 … ─► seal
-                          all sealed ─────────────────────────────► note_guarded(T)
-                          a source is damaged, gone or silent ────► note_unguarded(T, lane, why)
-                          no room, a mover that ends again ───────► note_unguarded(T, lane, why)
-    pins(protected = P) ─► parity or slot of P is gone here ──────► note_unguarded(P, lane, why)
-    pins without T, or another T ─► the turn ends; the mover unmaps the job's slots
+                          all sealed ─────────────────────────────► note_guarded(a)
+                          a source is damaged, gone or silent ────► note_unguarded(a, lane, why)
+                          no room, a mover that ends again ───────► note_unguarded(a, lane, why)
+    pins(protected = P, by) ─► parity or slot of P is gone here ──► note_unguarded(by, lane, why)
+    pins without T, or another attempt ─► the turn ends; the mover unmaps the job's slots
+    pins(whole = T), T not protected ─► coordinator, after 1, 2, 4, … s ─► retry_turn(a)
     parity is damaged, no trainer lives ─► its lane is made again, outside a turn (make_again)
     an attach begins ─► no turn until its decision, at most HOLD_S
 
@@ -16,7 +17,8 @@ The mover moves the bytes (`reft_daemon/mover`), the coordinator decides (`core/
   PATIENCE_S. A mover that ends loses the parity under way, which is begun anew, ATTEMPTS times.
 * Late: pins of an earlier epoch never come here. A turn that is older than a parity slot writes
   nothing.
-* Repeated: pins that say the same change nothing. Parity that is sealed already is not made again.
+* Repeated: pins that say the same change nothing. Parity that is sealed already is not made again,
+  also in another attempt at the step.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from typing import Final
 import grpc
 
 from reft.core.commit.parity_slots import choose_buffer
-from reft.core.commit.pins import UnguardedLane
-from reft.core.commit.version import Version
+from reft.core.commit.pins import Pins, UnguardedLane
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError, ReftError
 from reft.failpoints import Failpoints
 from reft.wire import messages
@@ -68,6 +71,7 @@ class JobTurn:
 
     Attributes:
         version: whose parity is made.
+        attempt: number of the turn in the epoch.
         task: ends with the turn.
         began_s: when it began.
         took_s: how long it took; None: it is under way, or has failed.
@@ -76,6 +80,7 @@ class JobTurn:
     """
 
     version: Version
+    attempt: int
     task: asyncio.Task[None] | None = None
     began_s: float = field(default_factory=time.monotonic)
     took_s: float | None = None
@@ -103,8 +108,11 @@ class TurnService:
         self._turns: dict[str, JobTurn] = {}
         self._last: dict[str, JobTurn] = {}  # job → its last turn that made all parity here
         self._repairs: dict[str, JobTurn] = {}  # job → what is made again, outside a turn
-        self._protected: dict[str, tuple[Version, float]] = {}  # job → what is protected, and since when
+        # job → protected version, by which turn, since when
+        self._protected: dict[str, tuple[Version, int, float]] = {}
         self._noted: dict[str, frozenset[UnguardedLane]] = {}  # job → losses of what is protected
+        # job → the turn that another one of the same step may follow, and when
+        self._retries: dict[str, tuple[tuple[Epoch, int], asyncio.TimerHandle]] = {}
         self._held: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -115,17 +123,18 @@ class TurnService:
         if not job.guard_lanes and job.id not in self._turns:
             return
         self._check_protected(job)
-        version = turn_of(job) if job.id not in self._held else None
+        self._plan_retry(job)
+        wanted = turn_of(job) if job.id not in self._held else None
         earlier = self._turns.get(job.id)
-        if earlier is None and version is None:
+        if earlier is None and wanted is None:
             return
-        if version is None:
+        if wanted is None:
             self._end(job.id)
-        elif earlier is None or earlier.version != version:
+        elif earlier is None or (earlier.version, earlier.attempt) != wanted:
             earlier = earlier or self._repairs.get(job.id)
             if earlier is not None and earlier.task is not None:
                 earlier.task.cancel()
-            turn = self._turns[job.id] = JobTurn(version)
+            turn = self._turns[job.id] = JobTurn(*wanted)
             turn.task = self._start(self._run(job, turn, earlier))
 
     async def hold(self, job: JobRecord) -> None:
@@ -154,6 +163,7 @@ class TurnService:
         self._protected.pop(name, None)
         self._last.pop(name, None)
         self._noted.pop(name, None)
+        self._cancel_retry(name)
         self._end(name)
 
     async def open_bulk(self, job: JobRecord) -> pb.OpenBulkReply:
@@ -181,7 +191,7 @@ class TurnService:
         """
         if job.id in self._turns or job.id in self._held:
             raise AttachError(f"a turn or an attach of job {job.id} is under way.")
-        repair = self._repairs[job.id] = JobTurn(version)
+        repair = self._repairs[job.id] = JobTurn(version, 0)
         repair.task = task = self._start(self._make_alone(job, repair, local))
         await asyncio.wait({task})
         del self._repairs[job.id]
@@ -217,7 +227,7 @@ class TurnService:
         if (last := self._last.get(job.id)) is not None and last.took_s is not None:
             status.last_turn_s = last.took_s
             status.bytes_per_s = last.received_bytes / max(last.took_s, 1e-9)
-        version, since_s = self._protected.get(job.id, (None, now))
+        version, _, since_s = self._protected.get(job.id, (None, 0, now))
         if version == Version(job.epoch, pins.protected):
             status.protected_age_s = now - since_s
         if turn is not None and pins.turn >= 0:
@@ -231,6 +241,8 @@ class TurnService:
         """Ends all turns and the mover."""
         for name in list(self._held):
             self.release(name)
+        for name in list(self._retries):
+            self._cancel_retry(name)
         for turn in (*self._turns.values(), *self._repairs.values()):
             if turn.task is not None:
                 turn.task.cancel()
@@ -239,6 +251,30 @@ class TurnService:
         await self._mover.close()
 
     # One turn
+
+    def _plan_retry(self, job: JobRecord) -> None:
+        """Plans another turn of a whole step that is not protected; only the coordinator does.
+
+        News that come meanwhile do not begin the pause anew. A timer that fires after another turn
+        has begun changes nothing.
+        """
+        if job.round is None or job.round.index != 0:
+            return
+        pins = job.round.outcome.pins
+        pause_s, turn = job.round.guard.retry_pause_s(pins), (job.epoch, pins.attempt)
+        if pause_s is None or (job.id in self._retries and self._retries[job.id][0] == turn):
+            return
+
+        def retry() -> None:
+            self._retries.pop(job.id, None)
+            rounds.retry_turn(job, *turn)
+
+        self._cancel_retry(job.id)
+        self._retries[job.id] = turn, asyncio.get_running_loop().call_later(pause_s, retry)
+
+    def _cancel_retry(self, name: str) -> None:
+        if name in self._retries:
+            self._retries.pop(name)[1].cancel()
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
@@ -286,7 +322,7 @@ class TurnService:
             log.info(
                 "job=%s parity of %s is sealed here: %d bytes in %.2f s", job.id, turn.version, turn.nbytes, took_s
             )
-        rounds.note_guarded(job, turn.version.step)
+        rounds.note_guarded(job, turn.attempt)
 
     async def _guard(self, job: JobRecord, turn: JobTurn, local: LocalLane) -> bool:
         """Makes the parity of one lane; returns whether it is sealed. Notes why it is not."""
@@ -304,7 +340,7 @@ class TurnService:
         except (ReftError, OSError) as error:
             words = error.message if isinstance(error, ReftError) else str(error)
             log.warning("job=%s lane=%d %s is not guarded: %s", job.id, local.number, turn.version, words)
-            rounds.note_unguarded(job, [UnguardedLane(turn.version.step, local.number, words)])
+            rounds.note_unguarded(job, [UnguardedLane(turn.version.step, local.number, words, turn.attempt)])
             return False
 
     async def _make(self, job: JobRecord, turn: JobTurn, local: LocalLane) -> None:
@@ -383,16 +419,16 @@ class TurnService:
         one, and what is left of it must stay: `reft-cli recover` makes the slots of one lost node
         after the other.
         """
-        step = job.round.outcome.pins.protected if job.round is not None else -1
-        if step < 0:
+        pins = job.round.outcome.pins if job.round is not None else Pins()
+        if pins.protected < 0:
             return
-        version = Version(job.epoch, step)
-        if self._protected.get(job.id, (None, 0.0))[0] != version:
-            self._protected[job.id] = version, time.monotonic()
+        version = Version(job.epoch, pins.protected)
+        if self._protected.get(job.id, (None, 0, 0.0))[:2] != (version, pins.protected_by):
+            self._protected[job.id] = version, pins.protected_by, time.monotonic()
             self._noted.pop(job.id, None)
             parity.settle(job)  # the guard's parity is no longer needed
         lost = frozenset(
-            UnguardedLane(step, local.number, words)
+            UnguardedLane(pins.protected, local.number, words, pins.protected_by)
             for local in (parity.local_lanes(job) if slot_reads.living_ranks(job) else ())
             if (words := _loss(job, local, version))
         )
@@ -402,10 +438,10 @@ class TurnService:
             asyncio.get_running_loop().call_soon(rounds.note_unguarded, job, sorted(lost))
 
 
-def turn_of(job: JobRecord) -> Version | None:
-    """Returns the version whose parity is to be made; None: there is no turn."""
-    turn = job.round.outcome.pins.turn if job.round is not None else -1
-    return Version(job.epoch, turn) if turn >= 0 else None
+def turn_of(job: JobRecord) -> tuple[Version, int] | None:
+    """Returns the version whose parity is to be made, and the attempt; None: there is no turn."""
+    pins = job.round.outcome.pins if job.round is not None else Pins()
+    return (Version(job.epoch, pins.turn), pins.attempt) if pins.turn >= 0 else None
 
 
 def _node_of(job: JobRecord, rank: int) -> pb.Node:
@@ -419,9 +455,13 @@ def _buffer_of(job: JobRecord, local: LocalLane, version: Version) -> SlotFile:
         LaneUnguardable: none may be written.
     """
     slots = parity.buffers(job, local)
-    headers = [header_of(job.id, slot) for slot in slots]
-    held = [header.version if header else None for header in headers]
-    index = choose_buffer(held, parity.kept_version(job), version)
+    kept, held = parity.kept_version(job), []
+    for slot in slots:
+        header = header_of(job.id, slot)
+        # Parity of the kept version that is not sealed is worth nothing: it is begun anew.
+        is_torn = header is None or (header.version == kept and header.state is not SlotState.SEALED)
+        held.append(None if is_torn else header.version)
+    index = choose_buffer(held, kept, version)
     if index is None:
         raise LaneUnguardable(f"the parity slots of rank {local.rank} hold newer parity than {version}.")
     return slots[index]

@@ -7,36 +7,46 @@ survives processes, `protected` survives lost nodes, too.
     ranks ── sealed(s) on all ──► whole = s
                                     │ no turn is under way, and enough slots stay free
                                     ▼
-    coordinator ── pins(turn = s) ──► daemons pull blocks, seal parity ── guarded(s) ──► all nodes?
-                                         │                                                 │
-                                         └─ unguarded(s, lane): can't be made ──► turn = none
-                                                                                           │
-         parity of P is gone ──► protected = none ◄──── pins(protected = s, turn = none) ◄─┘
+    coordinator ── pins(turn = s, attempt = a) ──► daemons pull blocks, seal parity
+        ▲                                               │
+        │ all nodes?                                    ├─ guarded(a) ─────────────► protected = s
+        └───────────────────────────────────────────────┴─ unguarded(a, lane) ─────► turn = none
+                                                                                       │
+        another attempt at the newest whole step ◄── after 1, 2, 4, … seconds ─────────┤
+                                                                                       │
+        parity of P is gone ──► protected = none, kept = P ────────────────────────────┘
 
 Invariants
-  1. `Pins` travel and are replaced as one value. `seq` counts the changes of turn and protected.
-     The greater `seq` wins, then the greater `whole`. The reuse rule reads `whole` from the same
-     value as the pinned steps.
+  1. `Pins` travel and are replaced as one value. `seq` counts the changes of all fields but
+     `whole`. The greater `seq` wins, then the greater `whole`. The reuse rule reads `whole` from
+     the same value as the pinned steps.
   2. The coordinator of a job that exchanges keeps its pins in the job's record before it announces
      them. A record that can't be written announces nothing new.
   3. The slots and the capsules of a pinned version stay, on every node that has them.
-  4. A turn takes the newest whole step. At most one turn is under way, and each step has at most
-     one turn. So a late report on an earlier turn never counts for another one.
+  4. A turn takes the newest whole step. At most one turn is under way. Each turn has a number of
+     its own in the epoch: the *attempt*. Reports name the attempt, not the step. So a late report
+     on an earlier turn never counts for another one, also if both are turns of one step.
   5. A turn begins only while the pins leave two slots. So one slot can always be written.
   6. Until a step of the new epoch is whole, the base is pinned. Until one is protected, the guard
      is.
   7. `protected` is announced only after every node has sealed all its parity of that step. Lanes
      that were left out of the turn are the exception: they are *exposed*, and reported by name.
+  8. A protected step that loses parity is no longer called protected. It is *kept*, which means
+     pinned as before, until another turn succeeds. It may still survive fewer losses, or those of
+     other nodes.
+
+While the newest whole step is not protected in all lanes, the step has more turns, after pauses of
+1, 2, 4, … s. The shell has the clock: it asks for `retry_pause_s`, and calls `permit_retry`. A
+newer whole step has its turn at once.
 
 A lane that ended two turns as unguardable is left out of 1, 2, 4, … turns, so that the other lanes
 go on. If all lanes would be left out, none is.
 
 A lost message is repeated by the next one, since each is complete. A late one has a smaller `seq`,
-or names an earlier step, and changes nothing. A repeated one changes nothing. A restarted daemon
+or names an earlier attempt, and changes nothing. A repeated one changes nothing. A restarted daemon
 knows no pins, and reports nothing until it hears them. A restarted coordinator starts from its
-record. Its first turn is at a step that becomes whole after the restart. It has forgotten which
-lanes failed, so those may end two more turns. A job that exchanges nothing has no turns: `whole`
-alone advances, and no record is written.
+record, and goes on with its turn. It has forgotten which lanes failed, so those may end two more
+turns. A job that exchanges nothing has no turns: `whole` alone advances, and no record is written.
 """
 
 from __future__ import annotations
@@ -49,6 +59,7 @@ from reft.core.commit.version import Version
 
 EXCHANGE_SLOTS_MIN = 4  # slots of a rank: protected, turn, newest whole step, and one to write
 LEFT_OUT_MAX = 64  # turns that a failing lane is left out of
+RETRY_PAUSE_MAX_S = 64  # between two turns of one step
 
 
 @dataclass(frozen=True)
@@ -56,16 +67,27 @@ class Pins:
     """The steps of an epoch that stay, as one value; -1: none.
 
     Attributes:
-        seq: counts the changes of `turn` and `protected`.
-        whole: the newest whole step.
+        seq: counts the changes of the fields below.
+        whole: the newest whole step; `seq` does not count its changes.
         turn: the step whose parity is being made.
         protected: the newest step that survives lost nodes.
+        attempt: number of the newest turn of the epoch, also if that turn is over; 0: none yet.
+        protected_by: number of the turn that made the parity of `protected`; 0: none.
+        kept: the step that was protected last, if a part of its parity is gone since.
     """
 
     seq: int = 0
     whole: int = -1
     turn: int = -1
     protected: int = -1
+    attempt: int = 0
+    protected_by: int = 0
+    kept: int = -1
+
+    @property
+    def guarded_step(self) -> int:
+        """The step whose parity stays: the protected one, or what is left of the last one."""
+        return max(self.protected, self.kept)
 
     def merge(self, other: Pins) -> Pins:
         """Returns the newer of two values."""
@@ -79,10 +101,10 @@ def pinned_versions(pins: Pins, decision: Decision) -> frozenset[Version]:
         pins: the newest pins that are known.
         decision: the decision in force.
     """
-    pinned = {Version(decision.epoch, step) for step in (pins.whole, pins.turn, pins.protected) if step >= 0}
+    pinned = {Version(decision.epoch, step) for step in (pins.whole, pins.turn, pins.guarded_step) if step >= 0}
     if pins.whole < 0 and decision.base is not None:
         pinned.add(decision.base)
-    if pins.protected < 0 and decision.guard is not None:
+    if pins.guarded_step < 0 and decision.guard is not None:
         pinned.add(decision.guard)
     return frozenset(pinned)
 
@@ -112,11 +134,13 @@ class UnguardedLane:
         step: the step.
         lane: number of the lane.
         words: why, for a person.
+        attempt: number of the turn that is to make the parity, or has made it.
     """
 
     step: int
     lane: int
     words: str
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -124,19 +148,20 @@ class GuardReport:
     """What a node, or a subtree, reports on the parity of the pinned steps.
 
     Attributes:
-        guarded: the turn of which all parity here is sealed, except that of `lanes`; -1: none.
+        guarded: the attempt of which all parity here is sealed, except that of `lanes`; 0: none.
         lanes: the lanes that lack parity of the turn or of the protected step.
     """
 
-    guarded: int = -1
+    guarded: int = 0
     lanes: frozenset[UnguardedLane] = frozenset()
 
 
 NO_GUARD = GuardReport()
 
 
-def _of_pinned_steps(pins: Pins, lanes: Iterable[UnguardedLane]) -> frozenset[UnguardedLane]:
-    return frozenset(lane for lane in lanes if lane.step >= 0 and lane.step in (pins.turn, pins.protected))
+def _of_pinned_turns(pins: Pins, lanes: Iterable[UnguardedLane]) -> frozenset[UnguardedLane]:
+    attempts = {pins.attempt if pins.turn >= 0 else 0, pins.protected_by} - {0}
+    return frozenset(lane for lane in lanes if lane.attempt in attempts)
 
 
 @dataclass(frozen=True)
@@ -157,50 +182,57 @@ class TurnHistory:
     """What the coordinator remembers of the turns of an epoch.
 
     Attributes:
-        tried: the newest step that had a turn; a later turn takes a newer step.
-        turns: how many turns have begun.
+        tried: the newest step that had a turn.
+        tries: how many turns that step had, as far as is remembered.
+        retry_after: the attempt after which `tried` may have another turn; -1: none.
         failures: lane → the turns that it ended.
-        exposed: step → the lanes that were left out, for the turn and the protected step.
+        exposed: attempt → the lanes that were left out, for the turn and the protected step.
     """
 
     tried: int = -1
-    turns: int = 0
+    tries: int = 0
+    retry_after: int = -1
     failures: Mapping[int, LaneHistory] = field(default_factory=dict)
     exposed: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
-    def failed(self, report: GuardReport, step: int) -> frozenset[int]:
-        """Returns the lanes that lack parity of a step, though the turn tried them."""
-        lacking = frozenset(lane.lane for lane in report.lanes if lane.step == step)
-        return lacking - self.exposed.get(step, frozenset())
+    def failed(self, report: GuardReport, attempt: int) -> frozenset[int]:
+        """Returns the lanes that lack parity of a turn, though the turn tried them."""
+        lacking = frozenset(lane.lane for lane in report.lanes if lane.attempt == attempt)
+        return lacking - self.exposed.get(attempt, frozenset())
 
-    def begin(self, step: int, lanes: int, protected: int) -> TurnHistory:
+    def begin(self, step: int, attempt: int, lanes: int, protected_by: int) -> TurnHistory:
         """Returns the history with a new turn.
 
         Args:
             step: the step of the turn.
+            attempt: its number.
             lanes: the number of lanes.
-            protected: the step that is protected now.
+            protected_by: number of the turn of the step that is protected now; 0: none.
         """
-        turns = self.turns + 1
-        left_out = frozenset(lane for lane, failures in self.failures.items() if turns < failures.next_try)
-        exposed = {step: left_out if len(left_out) < lanes else frozenset[int]()}
-        if protected in self.exposed:
-            exposed[protected] = self.exposed[protected]
-        return TurnHistory(step, turns, self.failures, exposed)
+        left_out = frozenset(lane for lane, failures in self.failures.items() if attempt < failures.next_try)
+        exposed = {attempt: left_out if len(left_out) < lanes else frozenset[int]()}
+        if protected_by in self.exposed:
+            exposed[protected_by] = self.exposed[protected_by]
+        tries = self.tries + 1 if step == self.tried else 1
+        return TurnHistory(step, tries, -1, self.failures, exposed)
 
-    def after_failure(self, lanes: Iterable[int]) -> TurnHistory:
-        """Returns the history after these lanes ended the turn."""
+    def after_failure(self, lanes: Iterable[int], attempt: int) -> TurnHistory:
+        """Returns the history after these lanes ended a turn."""
         failures = dict(self.failures)
         for lane in lanes:
             count = failures[lane].count + 1 if lane in failures else 1
             left_out = min(1 << (count - 2), LEFT_OUT_MAX) if count >= 2 else 0
-            failures[lane] = LaneHistory(count, self.turns + 1 + left_out)
+            failures[lane] = LaneHistory(count, attempt + 1 + left_out)
         return replace(self, failures=failures)
 
-    def after_success(self, step: int) -> TurnHistory:
-        """Returns the history after the turn of a step succeeded."""
-        exposed = self.exposed.get(step, frozenset())
+    def after_success(self, attempt: int) -> TurnHistory:
+        """Returns the history after a turn succeeded."""
+        exposed = self.exposed.get(attempt, frozenset())
         return replace(self, failures={lane: self.failures[lane] for lane in self.failures.keys() & exposed})
+
+    def is_complete(self, pins: Pins) -> bool:
+        """Whether the newest whole step is protected in all lanes."""
+        return pins.protected == pins.whole and not self.exposed.get(pins.protected_by)
 
 
 def next_pins(
@@ -215,24 +247,31 @@ def next_pins(
         history: the coordinator's memory until now.
         facts: of the job's exchange.
     """
-    turn, protected = pins.turn, pins.protected
-    if protected >= 0 and history.failed(report, protected):
-        protected = -1
-    if turn >= 0:
-        if failed := history.failed(report, turn):
-            turn, history = -1, history.after_failure(failed)
-        elif report.guarded == turn:
-            turn, protected, history = -1, turn, history.after_success(turn)
-    if turn < 0 and whole > history.tried and _leaves_two_slots(protected, facts):
-        turn, history = whole, history.begin(whole, facts.lanes, protected)
-    has_changed = (turn, protected) != (pins.turn, pins.protected)
-    return Pins(pins.seq + has_changed, whole, turn, protected), history
+    after = replace(pins, whole=whole)
+    if after.protected >= 0 and history.failed(report, after.protected_by):
+        after = replace(after, protected=-1, protected_by=0, kept=after.protected)
+    if after.turn >= 0:
+        if failed := history.failed(report, after.attempt):
+            after, history = replace(after, turn=-1), history.after_failure(failed, after.attempt)
+        elif 0 < report.guarded == after.attempt:
+            after = replace(after, turn=-1, protected=after.turn, protected_by=after.attempt, kept=-1)
+            history = history.after_success(after.attempt)
+    is_due = whole > history.tried or (history.retry_after == after.attempt and not history.is_complete(after))
+    if is_due and _may_begin(after, facts):
+        after = replace(after, turn=whole, attempt=after.attempt + 1)
+        history = history.begin(whole, after.attempt, facts.lanes, after.protected_by)
+    has_changed = after != replace(pins, whole=whole)
+    return replace(after, seq=pins.seq + has_changed), history
 
 
-def _leaves_two_slots(protected: int, facts: ExchangeFacts) -> bool:
-    """Whether a turn may begin: its step, and the protected one or the guard, leave two slots."""
-    pinned = 1 + (protected >= 0 or facts.has_guard)
-    return facts.lanes > 0 and pinned <= facts.slots - 2
+def _may_begin(pins: Pins, facts: ExchangeFacts) -> bool:
+    """Whether a turn of the newest whole step may begin.
+
+    The pins must leave two slots: those of the turn, and of the guarded step or the guard.
+    """
+    is_older_pinned = pins.guarded_step >= 0 or facts.has_guard
+    pinned = 1 + (is_older_pinned and pins.guarded_step != pins.whole)
+    return pins.turn < 0 <= pins.whole and facts.lanes > 0 and pinned <= facts.slots - 2
 
 
 @dataclass
@@ -257,27 +296,27 @@ class GuardRound:
         self._reports[child] = report
         return is_news
 
-    def note_guarded(self, pins: Pins, step: int) -> bool:
-        """Notes that all parity of the turn here is sealed; False for another step."""
-        if step != pins.turn or step < 0:
+    def note_guarded(self, pins: Pins, attempt: int) -> bool:
+        """Notes that all parity of the turn here is sealed; False for another turn."""
+        if pins.turn < 0 or attempt != pins.attempt:
             return False
-        self._own = replace(self._own, guarded=step)
+        self._own = replace(self._own, guarded=attempt)
         return True
 
     def note_unguarded(self, pins: Pins, lanes: Iterable[UnguardedLane]) -> bool:
-        """Notes lanes that lack parity here; True if the step is pinned."""
-        noted = _of_pinned_steps(pins, lanes)
-        self._own = replace(self._own, lanes=_of_pinned_steps(pins, self._own.lanes) | noted)
+        """Notes lanes that lack parity here; True if one is of a pinned turn."""
+        noted = _of_pinned_turns(pins, lanes)
+        self._own = replace(self._own, lanes=_of_pinned_turns(pins, self._own.lanes) | noted)
         return bool(noted)
 
     def report(self, pins: Pins) -> GuardReport:
         """Returns the report of this node's subtree, to be sent to the parent."""
         reports = [*self._reports.values(), *([self._own] if self.facts.guards else [])]
         are_all_heard = len(self._reports) == self.children
-        is_guarded = pins.turn >= 0 and are_all_heard and all(each.guarded == pins.turn for each in reports)
-        lanes = _of_pinned_steps(pins, (lane for each in reports for lane in each.lanes))
-        one_each = {(lane.step, lane.lane): lane for lane in sorted(lanes, reverse=True)}
-        return GuardReport(pins.turn if is_guarded else -1, frozenset(one_each.values()))
+        is_guarded = pins.turn >= 0 and are_all_heard and all(each.guarded == pins.attempt for each in reports)
+        lanes = _of_pinned_turns(pins, (lane for each in reports for lane in each.lanes))
+        one_each = {(lane.attempt, lane.lane): lane for lane in sorted(lanes, reverse=True)}
+        return GuardReport(pins.attempt if is_guarded else 0, frozenset(one_each.values()))
 
     def next_pins(self, pins: Pins, whole: int) -> Pins:
         """Returns the coordinator's next pins; see the function."""
@@ -286,3 +325,17 @@ class GuardRound:
     def announce(self, pins: Pins, whole: int) -> None:
         """Remembers that the coordinator announces `next_pins`."""
         _, self.history = next_pins(pins, whole, self.report(pins), self.history, self.facts)
+
+    def retry_pause_s(self, pins: Pins) -> float | None:
+        """Returns after how many seconds the newest whole step may have another turn.
+
+        None: no other turn is wanted, or none may begin.
+        """
+        if not _may_begin(pins, self.facts) or self.history.is_complete(pins):
+            return None
+        return float(min(1 << max(self.history.tries - 1, 0), RETRY_PAUSE_MAX_S))
+
+    def permit_retry(self, pins: Pins, attempt: int) -> None:
+        """Permits another turn of the same step, unless a turn after `attempt` has begun."""
+        if pins.turn < 0 and attempt == pins.attempt:
+            self.history = replace(self.history, retry_after=attempt)

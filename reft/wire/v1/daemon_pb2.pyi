@@ -149,34 +149,42 @@ class Decision(_message.Message):
     def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., known: _Optional[_Iterable[_Union[Epoch, _Mapping]]] = ..., guard: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
 
 class Pins(_message.Message):
-    __slots__ = ("seq", "whole", "turn", "protected")
+    __slots__ = ("seq", "whole", "turn", "protected", "kept", "attempt", "protected_by")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     PROTECTED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROTECTED_BY_FIELD_NUMBER: _ClassVar[int]
     seq: int
     whole: int
     turn: int
     protected: int
-    def __init__(self, seq: _Optional[int] = ..., whole: _Optional[int] = ..., turn: _Optional[int] = ..., protected: _Optional[int] = ...) -> None: ...
+    kept: int
+    attempt: int
+    protected_by: int
+    def __init__(self, seq: _Optional[int] = ..., whole: _Optional[int] = ..., turn: _Optional[int] = ..., protected: _Optional[int] = ..., kept: _Optional[int] = ..., attempt: _Optional[int] = ..., protected_by: _Optional[int] = ...) -> None: ...
 
 class GuardReport(_message.Message):
-    __slots__ = ("guarded", "lanes")
-    GUARDED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("lanes", "attempt")
     LANES_FIELD_NUMBER: _ClassVar[int]
-    guarded: int
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     lanes: _containers.RepeatedCompositeFieldContainer[UnguardedLane]
-    def __init__(self, guarded: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ...) -> None: ...
+    attempt: int
+    def __init__(self, lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class UnguardedLane(_message.Message):
-    __slots__ = ("step", "lane", "words")
+    __slots__ = ("step", "lane", "words", "attempt")
     STEP_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     WORDS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     step: int
     lane: int
     words: str
-    def __init__(self, step: _Optional[int] = ..., lane: _Optional[int] = ..., words: _Optional[str] = ...) -> None: ...
+    attempt: int
+    def __init__(self, step: _Optional[int] = ..., lane: _Optional[int] = ..., words: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("protocol", "oldest", "job", "agent_pid")

@@ -13,6 +13,7 @@ from reft.core.commit.pins import (
     ExchangeFacts,
     GuardReport,
     GuardRound,
+    LaneHistory,
     Pins,
     TurnHistory,
     UnguardedLane,
@@ -26,8 +27,8 @@ FOUR = ExchangeFacts(lanes=3, slots=4, guards=True)
 FRESH = TurnHistory()
 
 
-def lacks(step: int, *lanes: int) -> GuardReport:
-    return GuardReport(lanes=frozenset(UnguardedLane(step, lane, "a source is gone") for lane in lanes))
+def lacks(attempt: int, *lanes: int, step: int = 0) -> GuardReport:
+    return GuardReport(lanes=frozenset(UnguardedLane(step, lane, "a source is gone", attempt) for lane in lanes))
 
 
 # Pins
@@ -46,7 +47,8 @@ def test_before_any_step_is_whole_the_base_and_the_guard_are_pinned():
     assert pinned_versions(Pins(whole=8), decision) == {Version(NOW, 8), guard}, "the guard, until a step is protected"
     assert pinned_versions(Pins(1, 9, 8, -1), decision) == {Version(NOW, 9), Version(NOW, 8), guard}
     assert pinned_versions(Pins(2, 9, -1, 8), decision) == {Version(NOW, 9), Version(NOW, 8)}
-    assert pinned_versions(Pins(3, 9, -1, -1), decision) == {Version(NOW, 9), guard}, "the protected step was lost"
+    kept = pinned_versions(Pins(3, 9, -1, -1, 2, 0, 8), decision)
+    assert kept == {Version(NOW, 9), Version(NOW, 8)}, "a part of the parity is lost: the rest of the step stays"
 
 
 def test_versions_up_to_the_guard_count():
@@ -61,17 +63,18 @@ def test_versions_up_to_the_guard_count():
 
 def test_a_turn_takes_the_newest_whole_step_and_protects_it():
     pins, history = next_pins(Pins(), 5, NO_GUARD, FRESH, FOUR)
-    assert pins == Pins(1, 5, 5, -1)
+    assert pins == Pins(1, 5, 5, -1, 1)
     pins, history = next_pins(pins, 7, NO_GUARD, history, FOUR)
-    assert pins == Pins(1, 7, 5, -1), "one turn at a time"
-    pins, history = next_pins(pins, 7, GuardReport(5), history, FOUR)
-    assert pins == Pins(2, 7, 7, 5), "the next turn begins in the same value"
-    assert next_pins(pins, 7, GuardReport(7), history, FOUR)[0] == Pins(3, 7, -1, 7)
+    assert pins == Pins(1, 7, 5, -1, 1), "one turn at a time"
+    pins, history = next_pins(pins, 7, GuardReport(1), history, FOUR)
+    assert pins == Pins(2, 7, 7, 5, 2, 1), "the next turn begins in the same value"
+    assert next_pins(pins, 7, GuardReport(2), history, FOUR)[0] == Pins(3, 7, -1, 7, 2, 2)
 
 
-def test_a_late_report_of_an_earlier_turn_protects_nothing():
-    pins = Pins(4, 9, 9, 5)
-    assert next_pins(pins, 9, GuardReport(5), TurnHistory(9, 2), FOUR)[0] == pins
+def test_late_reports_of_an_earlier_turn_change_nothing():
+    pins, history = Pins(6, 9, 9, 5, 4, 2), TurnHistory(9, 2)
+    for late in (GuardReport(3), lacks(3, 0), lacks(1, 0, 1)):
+        assert next_pins(pins, 9, late, history, FOUR)[0] == pins, "attempt 3 was a turn of step 9, too"
 
 
 @pytest.mark.parametrize(
@@ -87,20 +90,95 @@ def test_a_late_report_of_an_earlier_turn_protects_nothing():
     ],
 )
 def test_a_turn_begins_only_while_the_pins_leave_two_slots(facts, protected, begins):
-    pins = next_pins(Pins(3, 8, -1, protected), 9, NO_GUARD, TurnHistory(5, 1), facts)[0]
-    assert pins == (Pins(4, 9, 9, protected) if begins else Pins(3, 9, -1, protected))
+    before = Pins(3, 8, -1, protected, 1, int(protected >= 0))
+    for each in (before, replace(before, protected=-1, protected_by=0, kept=protected)):
+        pins = next_pins(each, 9, NO_GUARD, TurnHistory(5, 1), facts)[0]
+        assert pins == (replace(each, seq=4, whole=9, turn=9, attempt=2) if begins else replace(each, whole=9))
 
 
 def test_a_lane_without_parity_ends_the_turn_and_the_protected_step_stays():
-    pins, history = next_pins(Pins(2, 8, 8, 5), 8, lacks(8, 1), TurnHistory(8, 2), FOUR)
-    assert pins == Pins(3, 8, -1, 5), "each step has one turn"
-    assert next_pins(pins, 9, lacks(8, 1), history, FOUR)[0] == Pins(4, 9, 9, 5)
+    pins, history = next_pins(Pins(2, 8, 8, 5, 2, 1), 8, lacks(2, 1), TurnHistory(8, 1), FOUR)
+    assert pins == Pins(3, 8, -1, 5, 2, 1), "another turn of the step begins after a pause only"
+    assert next_pins(pins, 9, lacks(2, 1), history, FOUR)[0] == Pins(4, 9, 9, 5, 3, 1), "a newer step is not delayed"
 
 
-def test_lost_parity_of_the_protected_step_demotes_it():
-    pins, history = next_pins(Pins(2, 9, -1, 5), 9, lacks(5, 1), TurnHistory(5, 1), FOUR)
-    assert pins == Pins(3, 9, 9, -1), "and the next turn begins at once"
-    assert next_pins(pins, 9, lacks(5, 1), history, FOUR)[0] == pins
+def test_lost_parity_ends_the_protection_and_what_is_left_stays():
+    pins, history = next_pins(Pins(2, 9, -1, 5, 1, 1), 9, lacks(1, 1), TurnHistory(5, 1), FOUR)
+    assert pins == Pins(3, 9, 9, -1, 2, 0, 5), "and the next turn begins at once"
+    assert next_pins(pins, 9, lacks(1, 1), history, FOUR)[0] == pins
+    failed, _ = next_pins(pins, 9, lacks(2, 0), history, FOUR)
+    assert failed == Pins(4, 9, -1, -1, 2, 0, 5), "also if that turn fails"
+    assert next_pins(pins, 9, GuardReport(2), history, FOUR)[0] == Pins(4, 9, -1, 9, 2, 2)
+
+
+# Another turn of one step
+
+
+def retried(pins: Pins, history: TurnHistory, report: GuardReport = NO_GUARD) -> tuple[Pins, TurnHistory]:
+    """Returns the pins after the pause, and the history."""
+    node = GuardRound(FOUR, 0, history)
+    node.permit_retry(pins, pins.attempt)
+    return next_pins(pins, pins.whole, report, node.history, FOUR)
+
+
+def test_a_step_whose_turn_failed_has_another_one():
+    pins, history = next_pins(Pins(2, 8, 8, 5, 2, 1), 8, lacks(2, 1), TurnHistory(8, 1), FOUR)
+    assert next_pins(pins, 8, NO_GUARD, history, FOUR)[0] == pins
+    pins, history = retried(pins, history)
+    assert pins == Pins(4, 8, 8, 5, 3, 1)
+    assert next_pins(pins, 8, lacks(2, 1), history, FOUR)[0] == pins, "a late report on the first turn"
+    assert next_pins(pins, 8, GuardReport(3), history, FOUR)[0] == Pins(5, 8, -1, 8, 3, 3)
+
+
+def test_a_step_that_lost_its_parity_has_another_turn():
+    pins, history = next_pins(Pins(2, 9, -1, 9, 1, 1), 9, lacks(1, 1), TurnHistory(9, 1), FOUR)
+    assert pins == Pins(3, 9, -1, -1, 1, 0, 9)
+    pins, history = retried(pins, history)
+    assert pins == Pins(4, 9, 9, -1, 2, 0, 9)
+    pins, history = next_pins(pins, 9, GuardReport(2), history, FOUR)
+    assert pins == Pins(5, 9, -1, 9, 2, 2)
+    assert next_pins(pins, 9, lacks(1, 1), history, FOUR)[0] == pins, "a late report on the parity of the first turn"
+
+
+def test_lanes_that_were_left_out_are_tried_again_at_the_same_step():
+    history = TurnHistory(8, 3, -1, {1: LaneHistory(2, 5)}, {4: frozenset({1})})
+    pins = Pins(5, 8, -1, 8, 4, 4)
+    pins, history = retried(pins, history)
+    assert pins == Pins(6, 8, 8, 8, 5, 4) and not history.exposed[5]
+    failed, _ = next_pins(pins, 8, lacks(5, 1), history, FOUR)
+    assert failed == Pins(7, 8, -1, 8, 5, 4), "the step stays protected in the other lanes"
+    assert next_pins(pins, 8, GuardReport(5), history, FOUR)[0] == Pins(7, 8, -1, 8, 5, 5)
+
+
+def test_the_pauses_between_turns_of_one_step_grow():
+    pins, history, pauses = Pins(), FRESH, []
+    for _ in range(9):
+        pins, history = retried(pins, history) if pauses else next_pins(pins, 5, NO_GUARD, FRESH, FOUR)
+        assert GuardRound(FOUR, 0, history).retry_pause_s(pins) is None, "the turn is under way"
+        pins, history = next_pins(pins, 5, lacks(pins.attempt, 0, 1, 2), history, FOUR)
+        pauses.append(GuardRound(FOUR, 0, history).retry_pause_s(pins))
+    assert pauses == [1, 2, 4, 8, 16, 32, 64, 64, 64] and pins.attempt == 9
+    pins, history = next_pins(pins, 6, NO_GUARD, history, FOUR)
+    pins, history = next_pins(pins, 6, lacks(pins.attempt, 0), history, FOUR)
+    assert GuardRound(FOUR, 0, history).retry_pause_s(pins) == 1, "of another step"
+
+
+def test_no_other_turn_is_wanted_of_a_protected_step_or_without_lanes():
+    done = Pins(3, 9, -1, 9, 2, 2)
+    assert GuardRound(FOUR, 0, TurnHistory(9, 1)).retry_pause_s(done) is None
+    assert retried(done, TurnHistory(9, 1))[0] == done
+    assert GuardRound(ExchangeFacts(), 0, FRESH).retry_pause_s(Pins(whole=3)) is None
+    assert GuardRound(FOUR, 0, FRESH).retry_pause_s(Pins()) is None
+
+
+def test_a_late_permission_begins_no_turn():
+    node = GuardRound(FOUR, 0, TurnHistory(9, 1))
+    for late, pins in ((1, Pins(5, 9, -1, 5, 2, 1)), (2, Pins(5, 9, 9, 5, 2, 1))):
+        node.permit_retry(pins, late)
+        assert next_pins(pins, 9, NO_GUARD, node.history, FOUR)[0] == pins
+
+
+# Lanes that fail
 
 
 def test_a_failing_lane_is_left_out_of_more_and_more_turns():
@@ -108,6 +186,7 @@ def test_a_failing_lane_is_left_out_of_more_and_more_turns():
     pins, history, tried = Pins(), FRESH, []
     for step in range(1, 40):
         pins, history = next_pins(pins, step, NO_GUARD, history, FOUR)
+        assert pins.attempt == step
         tried.append(1 not in history.exposed[step])
         report = replace(lacks(step, 1), guarded=step)
         pins, history = next_pins(pins, step, report, history, FOUR)
@@ -125,63 +204,63 @@ def test_a_lane_that_was_guarded_again_starts_anew():
 
 def test_the_pause_of_a_failing_lane_is_bounded():
     history = FRESH
-    for _ in range(30):
-        history = history.after_failure([0])
-    assert history.failures[0].next_try == history.turns + 1 + LEFT_OUT_MAX
+    for attempt in range(30):
+        history = history.after_failure([0], attempt)
+    assert history.failures[0].next_try == 29 + 1 + LEFT_OUT_MAX
 
 
 def test_an_exposed_lane_does_not_demote_the_step_that_was_protected_without_it():
-    history = TurnHistory(8, 4, {}, {8: frozenset({1})})
-    pins, history = next_pins(Pins(5, 8, 8, -1), 8, replace(lacks(8, 1), guarded=8), history, FOUR)
-    assert pins == Pins(6, 8, -1, 8)
-    pins, history = next_pins(pins, 9, lacks(8, 1), history, FOUR)
-    assert pins == Pins(7, 9, 9, 8), "the next turn keeps what it knows of the protected step"
-    assert next_pins(pins, 9, lacks(8, 1), history, FOUR)[0] == pins
-    assert next_pins(pins, 9, lacks(8, 0), history, FOUR)[0] == Pins(8, 9, 9, -1), "another lane counts"
+    history = TurnHistory(8, 1, -1, {}, {4: frozenset({1})})
+    pins, history = next_pins(Pins(5, 8, 8, -1, 4), 8, replace(lacks(4, 1), guarded=4), history, FOUR)
+    assert pins == Pins(6, 8, -1, 8, 4, 4)
+    pins, history = next_pins(pins, 9, lacks(4, 1), history, FOUR)
+    assert pins == Pins(7, 9, 9, 8, 5, 4), "the next turn keeps what it knows of the protected step"
+    assert next_pins(pins, 9, lacks(4, 1), history, FOUR)[0] == pins
+    assert next_pins(pins, 9, lacks(4, 0), history, FOUR)[0] == Pins(8, 9, 9, -1, 5, 0, 8), "another lane counts"
 
 
 def test_if_all_lanes_would_be_left_out_none_is():
-    history = FRESH.after_failure([0, 1]).after_failure([0, 1])
-    assert not history.begin(9, 2, -1).exposed[9]
-    assert history.begin(9, 3, -1).exposed[9] == {0, 1}
+    history = FRESH.after_failure([0, 1], 1).after_failure([0, 1], 2)
+    assert not history.begin(9, 3, 2, 0).exposed[3]
+    assert history.begin(9, 3, 3, 0).exposed[3] == {0, 1}
 
 
 # Reports
 
-TURN = Pins(3, 9, 9, 5)
+TURN = Pins(3, 9, 9, 5, attempt=4, protected_by=2)
 
 
 def test_a_node_has_guarded_a_turn_once_all_below_it_have():
     node = GuardRound(FOUR, 2, FRESH)
-    assert node.note_guarded(TURN, 9) and node.report(TURN) == NO_GUARD
-    node.hear(1, GuardReport(9))
+    assert node.note_guarded(TURN, 4) and node.report(TURN) == NO_GUARD
+    node.hear(1, GuardReport(4))
     assert node.report(TURN) == NO_GUARD, "one child was not heard"
-    node.hear(2, GuardReport(5))
+    node.hear(2, GuardReport(3))
     assert node.report(TURN) == NO_GUARD, "of an earlier turn"
-    assert node.hear(2, GuardReport(9)) and not node.hear(2, GuardReport(9))
-    assert node.report(TURN) == GuardReport(9)
-    assert node.report(Pins(4, 11, 11, 9)) == NO_GUARD
+    assert node.hear(2, GuardReport(4)) and not node.hear(2, GuardReport(4))
+    assert node.report(TURN) == GuardReport(4)
+    assert node.report(Pins(4, 9, 9, 5, 5, 2)) == NO_GUARD
     node.hear(1, NO_GUARD)
     assert node.report(TURN) == NO_GUARD, "the child was restarted"
 
 
 def test_a_node_that_guards_nothing_answers_for_those_below_it():
-    assert GuardRound(ExchangeFacts(3, 4), 0, FRESH).report(TURN) == GuardReport(9)
-    assert GuardRound(ExchangeFacts(3, 4), 0, FRESH).report(Pins(3, 9, -1, 5)) == NO_GUARD
+    assert GuardRound(ExchangeFacts(3, 4), 0, FRESH).report(TURN) == GuardReport(4)
+    assert GuardRound(ExchangeFacts(3, 4), 0, FRESH).report(Pins(3, 9, -1, 5, 4, 2)) == NO_GUARD
 
 
-def test_notes_on_other_steps_than_the_pinned_ones_change_nothing():
+def test_notes_on_other_turns_than_the_pinned_ones_change_nothing():
     node = GuardRound(FOUR, 0, FRESH)
-    assert not node.note_guarded(TURN, 5) and not node.note_guarded(Pins(), -1)
-    assert not node.note_unguarded(TURN, [UnguardedLane(7, 0, "")])
+    assert not node.note_guarded(TURN, 2) and not node.note_guarded(Pins(), 0)
+    assert not node.note_unguarded(TURN, [UnguardedLane(9, 0, "", 3)])
     assert node.report(TURN) == NO_GUARD
 
 
 def test_lanes_without_parity_are_reported_once_each():
     node = GuardRound(FOUR, 2, FRESH)
-    node.hear(1, lacks(9, 0, 1))
-    node.hear(2, lacks(9, 1))
-    assert node.note_unguarded(TURN, [UnguardedLane(5, 2, "damaged"), UnguardedLane(4, 2, "damaged")])
+    node.hear(1, lacks(4, 0, 1, step=9))
+    node.hear(2, lacks(4, 1, step=9))
+    assert node.note_unguarded(TURN, [UnguardedLane(5, 2, "damaged", 2), UnguardedLane(5, 2, "damaged", 1)])
     assert {(lane.step, lane.lane) for lane in node.report(TURN).lanes} == {(9, 0), (9, 1), (5, 2)}
     assert len(node.report(TURN).lanes) == 3
-    assert node.report(Pins(4, 11, 11, -1)) == NO_GUARD
+    assert node.report(Pins(4, 11, 11, -1, 5)) == NO_GUARD

@@ -14,9 +14,11 @@ SIZES = {
     "four slots": (Size(slots=4, steps=2), 1_654),
     "two slots, no voids": (Size(slots=2, steps=3, voids=False), 9_155),
     "an attach": (Size(slots=2, steps=2, attaches=1, voids=False), 1_871),
-    "a loss of parity, or a restart of the coordinator": (Size(slots=3, steps=2, losses=1, voids=False), 2_538),
+    "a loss of parity, or a restart of the coordinator": (Size(slots=3, steps=2, losses=1, voids=False), 4_370),
+    "another turn of a step": (Size(slots=2, steps=1, losses=1, retries=2, voids=False), 980),
 }
 LARGE_SIZES = {
+    "another turn of a step": (Size(slots=2, steps=2, losses=1, retries=1, voids=False), 30_942),
     "three slots": (Size(slots=3, steps=3, voids=False), 15_176),
     "an attach": (Size(slots=2, steps=3, attaches=1, voids=False), 28_980),
 }
@@ -26,6 +28,8 @@ PATHS = {
     "two attaches": (Size(slots=3, steps=5, attaches=2, voids=False), 60),
     "two attaches in other shapes": (Size(slots=4, steps=5, attaches=2, losses=1, reshapes=True, voids=False), 250),
     "two losses": (Size(slots=3, steps=6, losses=2, voids=False), 60),
+    "losses, and more turns of a step": (Size(slots=4, steps=5, losses=3, retries=4, voids=False), 120),
+    "more turns, and an attach": (Size(slots=3, steps=4, attaches=1, losses=2, retries=3, voids=False), 60),
     "three nodes": (Size(slots=4, steps=6, nodes=3, attaches=1, losses=1, voids=False), 60),
 }
 LENGTH = 150
@@ -55,7 +59,7 @@ def walk(size: Size, rules: Rules, paths: int, seed: int = 1) -> Model:
 def test_the_rules_hold_on_long_paths(name):
     size, paths = PATHS[name]
     model = walk(size, Rules(), paths)
-    assert model.protected and (model.guarded or not size.attaches)
+    assert model.protected and (model.guarded or not size.attaches) and (model.weakened or not size.retries)
 
 
 @pytest.mark.soak
@@ -68,6 +72,7 @@ def test_the_rules_hold_on_many_long_paths(name):
 STEADY = Size(slots=4, steps=6, voids=False)
 RESTART = Size(slots=3, steps=6, losses=2, voids=False)
 ATTACH = Size(slots=3, steps=5, attaches=2, voids=False)
+RETRY = Size(slots=4, steps=5, losses=3, retries=4, voids=False)
 RESHAPE = Size(slots=3, steps=5, attaches=1, reshapes=True, voids=False)
 MUTANTS = {
     "the protected version is not pinned": (Rules(pins_protected=False), STEADY),
@@ -83,6 +88,9 @@ MUTANTS = {
     "an attach forgets the guard": (Rules(carries_guard=False), ATTACH),
     "retired slots are freed by whole alone": (Rules(keeps_retired=False), RESHAPE),
     "one node's parity is enough": (Rules(waits_for_all=False), STEADY),
+    "reports name the step, not the turn": (Rules(names_attempts=False), RETRY),
+    "what is left of a protected step is not pinned": (Rules(pins_kept=False), RETRY),
+    "turns write what is left of its parity": (Rules(keeps_parity=False), RETRY),
 }
 
 

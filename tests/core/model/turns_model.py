@@ -8,13 +8,15 @@ late and repeated messages.
 
 At any moment the coordinator may restart, or a node may lose its parity. All trainers may die, and
 one node with them: an empty node replaces it, and all attach. The attach may change the shape: then
-each rank gets two new slots, and the old ones are retired.
+each rank gets two new slots, and the old ones are retired. A step may have several turns. What a
+daemon reports of a turn may arrive at any later time.
 
 In every reachable state, where *newest* is the newest whole version, or the base:
   1. if only trainers die, recovery finds *newest* or a newer version;
   2. after the loss of any one node, recovery finds the newest version that was announced as
-     protected, in this epoch or in an earlier one, or a newer version; until parity or a node is
-     lost;
+     protected, in an earlier epoch, or a newer version; until parity or a node is lost;
+     the same for the newest version that was announced as protected in this epoch, if only the lost
+     node has lost parity since its turn began: also after that version is protected no more;
   3. if every rank has heard everything, every rank has a slot to write: with four slots always,
      with three unless a turn is under way.
 
@@ -25,6 +27,7 @@ rest is shipped. `Rules` has the rules that a test may break on purpose.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -66,6 +69,8 @@ class Node(NamedTuple):
     said: int  # mask of the steps whose sealed(s) counts
     copies: tuple[Pair, ...]  # versions of this rank whose capsule lies on the next node
     parity: tuple[Parity, Parity] = (NO_PARITY, NO_PARITY)
+    reported: frozenset[int] = frozenset()  # turns of which it has reported all parity sealed
+    lost_at: int = -1  # the newest turn when it last lost parity
 
     def holds(self, pair: Pair) -> bool:
         return (*pair, SEALED) in self.slots or pair in self.retired
@@ -80,9 +85,11 @@ class State(NamedTuple):
     heard: frozenset[Pins]  # all pins that were announced in this epoch
     voids: int
     nodes: tuple[Node, ...]
-    promised: Pair  # the newest version that was announced as protected, in this epoch or before
-    lacks_parity: bool  # parity was lost, and nothing was protected since
+    made_by: int  # the turn that protected a step of this epoch last; 0: none
+    promised: Pair  # the newest version that was announced as protected in an earlier epoch
+    lacks_parity: bool  # parity was lost in this epoch
     losses: int  # how often parity may still be lost, or the coordinator restart
+    retries: int  # how many steps may still have another turn
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,9 @@ class Rules:
     carries_guard: bool = True  # each decision carries the guard
     keeps_retired: bool = True  # retired slots obey the pins
     waits_for_all: bool = True  # a step is protected once all nodes have sealed its parity
+    names_attempts: bool = True  # reports name the turn, else its step
+    pins_kept: bool = True  # what is left of a protected step is pinned
+    keeps_parity: bool = True  # turns do not write what is left of its parity
 
 
 @dataclass(frozen=True)
@@ -111,6 +121,7 @@ class Size:
     nodes: int = 2
     attaches: int = 0
     losses: int = 0
+    retries: int = 0
     reshapes: bool = False
     voids: bool = True
 
@@ -133,6 +144,8 @@ def obeyed(pins: Pins, decision: Decision, rules: Rules) -> frozenset[Version]:
     forgotten = set()
     if not rules.pins_protected:
         forgotten.add(Version(decision.epoch, pins.protected))
+    if not rules.pins_kept:
+        forgotten.add(Version(decision.epoch, pins.kept))
     if not rules.pins_turn:
         forgotten.add(Version(decision.epoch, pins.turn))
     if not rules.pins_guard:
@@ -158,7 +171,7 @@ def begun(slots: tuple[Kept, ...], pins: Pins, decision: Decision, voids: int, r
 @functools.cache
 def kept_copies(copies: tuple[Pair, ...], pins: Pins, decision: Decision, rules: Rules) -> tuple[Pair, ...]:
     """Returns the capsules that a holder does not drop."""
-    known = pins if rules.keeps_capsules else replace(pins, turn=-1, protected=-1)
+    known = pins if rules.keeps_capsules else replace(pins, turn=-1, protected=-1, kept=-1)
     believed = decision if rules.keeps_capsules else replace(decision, guard=None)
     versions = {version_of(pair): pair for pair in copies}
     gone = capsules_to_drop(set(versions), believed, Outcome(known, known.whole))
@@ -209,12 +222,13 @@ class Model:
         self.size, self.rules = size, rules
         self.protected = 0  # states with a protected version
         self.guarded = 0  # states whose decision has a guard
+        self.weakened = 0  # states in which one node lacks parity of what was protected
 
     @property
     def start(self) -> State:
         fresh = Node((EMPTY,) * self.size.slots, (), 1, 0, ())
         return State(1, NO_PAIR, NO_PAIR, Pins(), -1, frozenset(), 0, (fresh,) * self.size.nodes,
-                     NO_PAIR, False, self.size.losses)  # fmt: skip
+                     0, NO_PAIR, False, self.size.losses, self.size.retries)  # fmt: skip
 
     def explore(self) -> int:
         """Returns the number of reachable states.
@@ -258,12 +272,24 @@ class Model:
                 copies=kept_copies(node.copies, state.pins, decision, self.rules),
                 retired=kept_retired(node.retired, state.pins, decision, self.rules),
                 parity=tuple(sorted(node.parity)),
+                reported=node.reported & self.counted_names(state.pins),
+                lost_at=node.lost_at if node.lost_at >= state.made_by else -1,
             )
             for node in state.nodes
         ]
         turned = min(tuple(nodes[at:] + nodes[:at]) for at in range(len(nodes)))
         asked = sum({1 << kept[1] for node in nodes for kept in node.slots if kept[0] == state.epoch})
         return state._replace(nodes=turned, voids=state.voids & asked)
+
+    def name(self, pins: Pins) -> int:
+        """Returns the name by which nodes report on the turn."""
+        return pins.attempt if self.rules.names_attempts else pins.turn
+
+    def counted_names(self, pins: Pins) -> set[int]:
+        """Returns the names of turns whose reports may still count."""
+        if self.rules.names_attempts:
+            return {pins.attempt} if pins.turn >= 0 else set()
+        return {pins.turn, pins.whole}
 
     # Possible next states
 
@@ -289,7 +315,8 @@ class Model:
             # The base may need the parity, since a node was lost. A second loss is too much.
             needs_parity = state.pins.whole < 0 and not all(each.holds(state.base) for each in state.nodes)
             if node.parity != (NO_PARITY, NO_PARITY) and not needs_parity:
-                bare = (*state.nodes[:i], node._replace(parity=(NO_PARITY, NO_PARITY)), *state.nodes[i + 1 :])
+                changed = node._replace(parity=(NO_PARITY, NO_PARITY), lost_at=state.pins.attempt)
+                bare = (*state.nodes[:i], changed, *state.nodes[i + 1 :])
                 yield state._replace(nodes=bare, lacks_parity=True, losses=state.losses - 1)
 
     def whole(self, state: State) -> int:
@@ -302,17 +329,18 @@ class Model:
         pins, turn = state.pins, state.pins.turn
         reports = [NO_GUARD]
         if turn >= 0:
-            sealed = [(state.epoch, turn, True) in node.parity for node in state.nodes]
-            if all(sealed) if self.rules.waits_for_all else any(sealed):
-                reports.append(GuardReport(turn))
-            reports.append(GuardReport(lanes=frozenset({UnguardedLane(turn, 0, "")})))
-        if pins.protected >= 0 and state.lacks_parity:
-            reports.append(GuardReport(lanes=frozenset({UnguardedLane(pins.protected, 0, "")})))
+            reported = [self.name(pins) in node.reported for node in state.nodes]
+            if all(reported) if self.rules.waits_for_all else any(reported):
+                reports.append(GuardReport(pins.attempt))
+            reports.append(GuardReport(lanes=frozenset({UnguardedLane(turn, 0, "", pins.attempt)})))
+        if pins.protected >= 0 and any(node.lost_at >= state.made_by for node in state.nodes):
+            reports.append(GuardReport(lanes=frozenset({UnguardedLane(pins.protected, 0, "", pins.protected_by)})))
+        histories = [TurnHistory(state.tried), TurnHistory(state.tried, retry_after=pins.attempt)]
         wholes = {pins.whole, self.whole(state)}
         facts = ExchangeFacts(lanes=1, slots=SLOTS, guards=True, has_guard=state.guard != NO_PAIR)
         for whole in wholes:
-            for report in reports:
-                after, history = next_pins(pins, whole, report, TurnHistory(tried=state.tried), facts)
+            for report, memory in itertools.product(reports, histories[: 1 + (state.retries > 0)]):
+                after, history = next_pins(pins, whole, report, memory, facts)
                 options = [(after, history.tried)]
                 if not self.rules.takes_newest and after.turn != turn and after.turn >= 0:
                     common = functools.reduce(int.__and__, (node.said for node in state.nodes))
@@ -322,15 +350,12 @@ class Model:
                     options += [(replace(after, turn=step), step) for step in older]
                 for chosen, tried in options:
                     if chosen != pins:
-                        yield self.announced(state, chosen, tried)
+                        is_retry = chosen.attempt > pins.attempt and chosen.turn <= state.tried
+                        yield self.announced(state, chosen, tried)._replace(retries=state.retries - is_retry)
 
     def announced(self, state: State, pins: Pins, tried: int) -> State:
         after = state._replace(pins=pins, tried=tried, heard=state.heard | {pins})
-        if pins.protected == state.pins.protected:
-            return after
-        if pins.protected < 0:
-            return after._replace(promised=NO_PAIR)
-        return after._replace(promised=(state.epoch, pins.protected), lacks_parity=False)
+        return after if pins.protected < 0 else after._replace(made_by=pins.protected_by)
 
     def restarted(self, state: State) -> State:
         """Returns the state after the coordinator has restarted from its record."""
@@ -380,18 +405,23 @@ class Model:
         node = state.nodes[i]
         for pins in state.heard:
             wanted = (state.epoch, pins.turn)
-            newest = max(each[:2] for each in node.parity)
-            if pins.turn < 0 or (*wanted, True) in node.parity or (self.rules.buffers_ascend and wanted < newest):
+            reported = node.reported | {self.name(pins)}
+            if pins.turn >= 0 and (*wanted, True) in node.parity:
+                yield 0, node._replace(reported=reported)
                 continue
-            protected = (state.epoch, pins.protected) if pins.protected >= 0 else state.guard
-            free = [at for at in (0, 1) if node.parity[at][:2] != protected or protected == NO_PAIR]
-            at = min(free, key=lambda at: (node.parity[at][:2] != wanted, node.parity[at][:2]))
+            step = pins.guarded_step if self.rules.keeps_parity else pins.protected
+            kept = (state.epoch, step) if step >= 0 else state.guard
+            held = [NO_PARITY if each == (*kept, False) else each for each in node.parity]
+            if pins.turn < 0 or (self.rules.buffers_ascend and wanted < max(each[:2] for each in held)):
+                continue
+            free = [at for at in (0, 1) if held[at][:2] != kept or kept == NO_PAIR]
+            at = min(free, key=lambda at: (held[at][:2] != wanted, held[at][:2]))
             if not self.rules.two_buffers:
                 at = 0 if node.parity[0] >= node.parity[1] else 1
             others = (*state.nodes[:i], *state.nodes[i + 1 :])
             yield 0, node._replace(parity=_put(node.parity, at, (*wanted, False)))
             if all(other.holds(wanted) for other in others):
-                yield 0, node._replace(parity=_put(node.parity, at, (*wanted, True)))
+                yield 0, node._replace(parity=_put(node.parity, at, (*wanted, True)), reported=reported)
 
     def attached(self, state: State) -> Iterator[State]:
         """Yields the states after all trainers die, with one node or none, and attach again."""
@@ -428,12 +458,22 @@ class Model:
             copies |= {pair for pair in (base, guard) if (*pair, SEALED) in slots or pair in retired} - {NO_PAIR}
             first = base[1] + (not has_lost)
             nodes.append(Node(slots, retired, max(first, 1), 0, tuple(sorted(copies)), parity))  # type: ignore[arg-type]
-        promised = guard if has_lost or state.lacks_parity else max(guard, state.promised)
+        claimed, bare = self.claim(state)
+        promised = guard if has_lost or bare or state.pins.kept >= 0 else max(guard, claimed)
         return State(
-            state.epoch + 1, base, guard, Pins(), -1, frozenset(), 0, tuple(nodes), promised, False, state.losses
-        )
+            state.epoch + 1, base, guard, Pins(), -1, frozenset(), 0, tuple(nodes), 0, promised, False,
+            state.losses, state.retries,
+        )  # fmt: skip
 
     # Invariants
+
+    def claim(self, state: State) -> tuple[Pair, set[int]]:
+        """Returns the newest version that was protected, and the nodes that may lack its parity."""
+        nodes = range(len(state.nodes))
+        if state.pins.guarded_step < 0:
+            return state.promised, set(nodes) if state.lacks_parity else set()
+        bare = {i for i in nodes if state.nodes[i].lost_at >= state.made_by}
+        return (state.epoch, state.pins.guarded_step), bare
 
     def check(self, state: State) -> None:
         decision = decision_of(state.epoch, state.base, state.guard)
@@ -443,13 +483,11 @@ class Model:
             raise Violation(f"{newest} was announced or is the base, recovery finds {found}: {state}")
         self.protected += state.pins.protected >= 0
         self.guarded += state.guard != NO_PAIR
-        if state.promised != NO_PAIR and not state.lacks_parity:
-            for lost in range(len(state.nodes)):
-                found = find(state.nodes, decision, lost)
-                if found < state.promised:
-                    raise Violation(
-                        f"{state.promised} is protected, recovery finds {found} without node {lost}: {state}"
-                    )
+        claimed, bare = self.claim(state)
+        for lost in range(len(state.nodes)):
+            if bare <= {lost} and (found := find(state.nodes, decision, lost)) < claimed:
+                raise Violation(f"{claimed} is protected, recovery finds {found} without node {lost}: {state}")
+        self.weakened += state.pins.kept >= 0 and len(bare) == 1
         self.check_progress(state, decision)
 
     def check_progress(self, state: State, decision: Decision) -> None:
@@ -473,4 +511,4 @@ def _put(items: tuple, at: int, item: object) -> tuple:
 
 
 def _order(pins: Pins) -> tuple[int, ...]:
-    return (pins.seq, pins.whole, pins.turn, pins.protected)
+    return (pins.seq, pins.whole, pins.turn, pins.protected, pins.attempt)

@@ -74,15 +74,15 @@ def recorded(arena: Arena) -> Pins:
 def test_the_coordinator_records_its_pins_before_it_announces_them(arena):
     job = coordinator(arena)
     both_seal(job, 1)
-    assert job.round.outcome.pins == recorded(arena) == Pins(1, 1, 1, -1)
+    assert job.round.outcome.pins == recorded(arena) == Pins(1, 1, 1, -1, 1)
     both_seal(job, 2)
-    assert job.round.outcome.pins == recorded(arena) == Pins(1, 2, 1, -1)
+    assert job.round.outcome.pins == recorded(arena) == Pins(1, 2, 1, -1, 1)
     rounds.note_guarded(job, 1)
     assert job.round.outcome.pins.protected == -1, "node 1 has not sealed its parity"
-    assert child_reports(job, {}, GuardReport(1)) == recorded(arena) == Pins(2, 2, 2, 1)
+    assert child_reports(job, {}, GuardReport(1)) == recorded(arena) == Pins(2, 2, 2, 1, 2, 1)
     again = JobRecord(arena, job.record, ChangeQueue(), guard_lanes=(LANE,))
     rounds.start(again)
-    assert again.round.outcome.pins == Pins(2, 2, 2, 1) and not again.round.outcome.voids(2)
+    assert again.round.outcome.pins == Pins(2, 2, 2, 1, 2, 1) and not again.round.outcome.voids(2)
 
 
 def test_a_record_that_cannot_be_written_announces_nothing_new(arena, monkeypatch, caplog):
@@ -101,7 +101,7 @@ def test_a_record_that_cannot_be_written_announces_nothing_new(arena, monkeypatc
         assert "no newer step becomes whole: the pins can't be recorded" in caplog.text
     job.round.hear_rank(0, report_of({3: VOID}))
     child_reports(job, {3: VOID})
-    assert job.round.outcome.pins == recorded(arena) == Pins(1, 2, 1, -1)
+    assert job.round.outcome.pins == recorded(arena) == Pins(1, 2, 1, -1, 1)
 
 
 def test_a_job_without_lanes_or_with_few_slots_records_nothing(arena):
@@ -117,14 +117,20 @@ def test_a_job_without_lanes_or_with_few_slots_records_nothing(arena):
 def test_a_lane_without_parity_ends_the_turn_or_demotes_the_protected_step(arena):
     job = coordinator(arena)
     both_seal(job, 1)
-    rounds.note_unguarded(job, [UnguardedLane(1, 0, "a source is damaged")])
-    assert job.round.outcome.pins == Pins(2, 1, -1, -1)
+    rounds.note_unguarded(job, [UnguardedLane(1, 0, "a source is damaged", 1)])
+    assert job.round.outcome.pins == Pins(2, 1, -1, -1, 1)
     both_seal(job, 2)
     rounds.note_guarded(job, 2)
     child_reports(job, {}, GuardReport(2))
-    assert job.round.outcome.pins == Pins(4, 2, -1, 2)
-    rounds.note_unguarded(job, [UnguardedLane(2, 0, "parity is gone")])
-    assert job.round.outcome.pins == recorded(arena) == Pins(5, 2, -1, -1)
+    assert job.round.outcome.pins == Pins(4, 2, -1, 2, 2, 2)
+    rounds.note_unguarded(job, [UnguardedLane(2, 0, "parity is gone", 2)])
+    assert job.round.outcome.pins == recorded(arena) == Pins(5, 2, -1, -1, 2, 0, 2)
+    assert Version(epoch_of(1), 2) in job.pinned
+    for late in (1, 2):
+        rounds.retry_turn(job, epoch_of(late), late)
+        assert (job.round.outcome.pins.turn, job.round.outcome.pins.attempt) == (-1, 2), "of another turn or epoch"
+    rounds.retry_turn(job, epoch_of(1), 2)
+    assert job.round.outcome.pins == recorded(arena) == Pins(6, 2, 2, -1, 3, 0, 2)
     assert asyncio.run(job.changes.take()).kinds >= {ChangeKind.OUTCOME}
 
 
@@ -141,11 +147,17 @@ def test_retired_slots_of_pinned_versions_stay_until_the_pins_let_go(arena):
         new = await leasing.lease(job, larger)
         write(new[0].map, Version(epoch_of(1), 9), nbytes=4096)  # the trainer has left its old slots
         kept = []
-        for pins in (Pins(1, 2, 2, 1), Pins(2, 3, 3, 2), Pins(3, 4, -1, 3), Pins(4, 9, -1, -1)):
+        for pins in (
+            Pins(1, 2, 2, 1, 2, 1),
+            Pins(2, 3, 3, 2, 3, 2),
+            Pins(3, 4, -1, 3, 3, 3),
+            Pins(4, 9, -1, -1, 3, 0, 3),
+            Pins(6, 9, -1, 9, 4, 4),
+        ):
             rounds.hear_outcome(job, Outcome(pins, pins.whole))
             headers = [slot.map.reread() for slot in job.slots.retired.values()]
             kept.append(sorted(header.version.step for header in headers if header.version))
-        assert kept == [[1, 2, 3], [2, 3], [3], []]
+        assert kept == [[1, 2, 3], [2, 3], [3], [3], []]
 
     asyncio.run(run())
 
@@ -178,7 +190,7 @@ def test_a_new_layout_is_refused_if_its_guard_may_be_freed_here(arena):
     rounds.hear_outcome(job, Outcome(Pins(3, 8, -1, 6), 8))
     base = Version(epoch_of(1), 8)
     epochs.check_kept(job, Decision(epoch_of(2), base, (), Version(epoch_of(1), 6)))
-    with pytest.raises(AttachError, match=r"the guard of the new layout is step 5 .*, but step 6 .* is protected"):
+    with pytest.raises(AttachError, match=r"the guard of the new layout is step 5 .*, but step 6 .* was protected"):
         epochs.check_kept(job, Decision(epoch_of(2), base, (), Version(epoch_of(1), 5)))
 
 

@@ -18,7 +18,7 @@ from reft.core.coding.turn_pace import fixed_limit
 from reft.core.commit.decision import Decision
 from reft.core.commit.pins import UnguardedLane
 from reft.core.commit.slots import SlotState
-from reft.core.commit.version import Version
+from reft.core.commit.version import Epoch, Version
 from reft.errors import NoRoom
 from reft.wire import messages
 from reft.wire.manifest import placement_of
@@ -42,7 +42,7 @@ class Nodes:
     """Nodes of one job in this process, one for each size; movers are processes.
 
     Attributes:
-        guarded: (node, step), as noted in the round.
+        guarded: (node, turn), as noted in the round.
         unguarded: (node, lane), likewise.
         asked: called before each OpenBulk, with the node that is asked.
     """
@@ -96,7 +96,11 @@ class Nodes:
             write_step(slot.map, Version(job.epoch, step), rank_data(self.placement, rank, step))
 
     def pins(self, **steps: int) -> None:
-        """Announces pins to all nodes."""
+        """Announces pins to all nodes. The number of a turn is its step unless it is given."""
+        if steps.get("turn", -1) >= 0:
+            steps.setdefault("attempt", steps["turn"])
+        if steps.get("protected", -1) >= 0:
+            steps["protected_by"] = steps["protected"]
         for job, service in zip(self.jobs, self.services, strict=True):
             pins = replace(job.round.outcome.pins, seq=job.round.outcome.pins.seq + 1, **steps)
             job.round.outcome = replace(job.round.outcome, pins=pins)
@@ -134,7 +138,7 @@ def play(monkeypatch) -> Callable[..., None]:
             def note_unguarded(job: JobRecord, lanes: Any) -> None:
                 nodes.unguarded += [(index[id(job)], lane) for lane in lanes]
 
-            monkeypatch.setattr(rounds, "note_guarded", lambda job, step: nodes.guarded.append((index[id(job)], step)))
+            monkeypatch.setattr(rounds, "note_guarded", lambda job, turn: nodes.guarded.append((index[id(job)], turn)))
             monkeypatch.setattr(rounds, "note_unguarded", note_unguarded)
             monkeypatch.setattr(slot_reads, "living_ranks", lambda job: job.ranks)
             try:
@@ -354,6 +358,95 @@ def test_what_is_lost_of_the_protected_step_is_noted_once(play):
             await asyncio.sleep(0)
         assert [(node, lane.step, lane.lane) for node, lane in nodes.unguarded] == [(0, 1, 0), (1, 1, 0)]
         assert "parity" in nodes.unguarded[0][1].words and "slot of rank 1" in nodes.unguarded[1][1].words
+
+    play(act)
+
+
+def test_another_turn_of_a_step_makes_only_the_parity_that_is_gone(play):
+    """Damaged parity of the protected step, and parity that no mover has sealed, are begun anew."""
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        nodes.pins(turn=-1, protected=1)
+        version = Version(nodes.jobs[0].epoch, 1)
+        damaged, torn = (parity.sealed_parity(job, parity.local_lanes(job)[0], version) for job in nodes.jobs[:2])
+        damaged.damaged = version  # as the scrub sets it
+        torn.map.begin(version, torn.map.reread().layout, b"", nodes.lane.parity_bytes)  # as by a mover that died
+        for job in nodes.jobs[:2]:
+            assert parity.sealed_parity(job, parity.local_lanes(job)[0], version) is None
+        before = [mover.moved_bytes for mover in nodes.movers]
+        nodes.pins(protected=-1, kept=1, turn=1, attempt=2)
+        await nodes.settled()
+        nodes.pins(attempt=3)  # the pins between two turns were not heard
+        await nodes.settled()
+        assert {(node, turn) for node in range(3) for turn in (2, 3)} <= set(nodes.guarded) and not nodes.unguarded
+        nodes.check_parity(1)
+        moved = [mover.moved_bytes - earlier for mover, earlier in zip(nodes.movers, before, strict=True)]
+        assert sum(map(bool, moved)) >= 2, "two nodes pulled"
+        nodes.pins(turn=-1, protected=1, kept=-1)
+        for step in (2, 3):
+            nodes.write(step)
+            nodes.pins(whole=step, turn=step, attempt=step + 2)
+            await nodes.settled()
+            nodes.check_parity(step)
+            nodes.check_parity(step - 1)
+            nodes.pins(turn=-1, protected=step)
+        assert all(len(job.slots.parity) == 2 for job in nodes.jobs) and not nodes.unguarded
+
+    play(act)
+
+
+def test_what_is_left_of_a_protected_step_outlives_turns_that_end(play):
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        nodes.pins(turn=-1, protected=1)
+        nodes.pins(protected=-1, kept=1)  # some node lost its parity
+        for step in (2, 3, 4):
+            nodes.write(step)
+            nodes.pins(whole=step, turn=step)
+            await nodes.settled()
+            nodes.check_parity(step)
+            nodes.check_parity(1)
+
+    play(act)
+
+
+def test_the_coordinator_retries_a_turn_after_a_pause(play, monkeypatch):
+    retried: list[tuple[int, int]] = []
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        has_retried = asyncio.Event()
+
+        def retry_turn(job: JobRecord, epoch: Epoch, turn: int) -> None:
+            retried.append((epoch.counter, turn))
+            has_retried.set()
+
+        monkeypatch.setattr(rounds, "retry_turn", retry_turn)
+        pauses: list[float] = []
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+
+        def call_later(pause_s: float, act: Callable[[], None], *arguments: object) -> asyncio.TimerHandle:
+            pauses.append(pause_s)
+            return later(0, act, *arguments)
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        nodes.pins(whole=1, attempt=1)
+        for job, service in zip(nodes.jobs, nodes.services, strict=True):
+            service.wake(job)
+        assert pauses == [1.0], "one timer, on the coordinator alone"
+        await has_retried.wait()
+        assert retried == [(1, 1)]
+        nodes.pins(turn=1, attempt=2)
+        nodes.pins(turn=-1, protected=1)
+        assert pauses == [1.0], "no turn is wanted"
 
     play(act)
 

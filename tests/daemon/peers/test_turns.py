@@ -122,10 +122,23 @@ def test_lost_parity_is_reported_and_made_again(three):
     for path in (daemon.folder / "job").glob("parity-*"):
         path.unlink()
     daemon.start()
-    until(lambda: three.exchange().protected == -1, what="the end of the protection")
+    until(lambda: three.parity_headers(2), what="another turn of the same step")
+    three.await_protected(1)
+    three.check_parity(1)
     three.seal(2)
     three.await_protected(2)
     three.check_parity(2)
+
+
+def test_a_daemon_restarted_without_its_memfds_hears_the_pins_at_once(three):
+    three.seal(1)
+    three.await_protected(1)
+    daemon = three.daemons[2]
+    daemon.kill()
+    for path in (daemon.folder / "job").glob("*slot-*"):
+        path.unlink()  # as memfds, which trainers give back with their next snapshot only
+    daemon.start()
+    until(lambda: daemon.status("job").whole == 1, what="the pins")
 
 
 def test_a_stopped_daemon_delays_its_turn_and_no_step(three):
