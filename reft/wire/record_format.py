@@ -10,7 +10,7 @@ A record lies in a slot of its own kind (reft.wire.slot_format), which has no le
     {"mark": 7,                      the mark that ends the step
      "previous": "9f0c…",            digest of the record of mark 6; "" if there is none
      "updates": [                    the steps of optimizers since mark 6, in their order
-       {"optimizer": "optimizer",    the prefix of the optimizer's leaves
+       {"optimizer": "optimizer.0",  the prefix of the optimizer's leaves
         "class": "AdamW",            class that updates the state, of torch.optim
         "groups": [{"lr": 0.1, …}],  all groups of the optimizer, without parameters
         "leaves": [[owner, name, group, offset, nbytes, dtype, shape, param_offset], …]}]}
@@ -75,7 +75,7 @@ class RecordUpdate:
     """One step of one optimizer.
 
     Attributes:
-        optimizer: the prefix of the optimizer's leaves, e.g. "optimizer".
+        optimizer: the prefix of the optimizer's leaves, e.g. "optimizer.0".
         kind: name of the class in torch.optim that updates the state, e.g. "AdamW".
         groups: the values of each group as the optimizer used them, without parameters.
         leaves: the recorded gradients.
