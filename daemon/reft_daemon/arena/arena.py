@@ -6,6 +6,7 @@
       JOB/record             JobRecord, replaced whole
       JOB/rank-3.slot-0      see reft.wire.slot_format; memfds have no file
       JOB/parity-3.slot-0    the same, with parity that rank 3's node keeps
+      JOB/record-3.slot-0    the same, with gradients that rank 3 records: reft.wire.record_format
       JOB/capsule-…          of ranks of other nodes, see reft_daemon.arena.capsule_store
 
 A daemon that starts takes over the files here. A file that is no valid slot is renamed to *.bad,
@@ -50,7 +51,7 @@ from reft_daemon.arena.shortage import is_shortage
 
 log = logging.getLogger("reft.daemon")
 RECORD_MAX = 2 * (2 * MANIFEST_MAX + (1 << 20))  # bytes: a record and the one before, each with two manifests
-RANK, PARITY = "rank", "parity"  # kinds of slots: how their names begin
+RANK, PARITY, RECORD = "rank", "parity", "record"  # kinds of slots: how their names begin
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
 WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
 _OWN_FILES = ("lock", "node-id", "port")  # files beside the folders of the jobs
@@ -83,6 +84,11 @@ class SlotFile:
     def is_parity(self) -> bool:
         """Whether the slot is for parity of the exchange. Then no trainer writes it."""
         return self.name.startswith(f"{PARITY}-")
+
+    @property
+    def is_record(self) -> bool:
+        """Whether the slot is for gradient records. Then it holds no state of a rank."""
+        return self.name.startswith(f"{RECORD}-")
 
     @property
     def backing(self) -> str:
@@ -281,7 +287,7 @@ class Arena:
             if not (original := path.with_suffix("")).exists():
                 path.rename(original)
         for path in sorted(folder.glob("*-*.slot-*[0-9]")):
-            if not re.fullmatch(rf"({RANK}|{PARITY})-\d+\.slot-\d+", path.name):
+            if not re.fullmatch(rf"({RANK}|{PARITY}|{RECORD})-\d+\.slot-\d+", path.name):
                 continue
             try:
                 slots.append(self._open(job, path))
@@ -298,7 +304,9 @@ class Arena:
         try:
             slot = self._map_slot(path.name, path, descriptor, os.fstat(descriptor).st_size)
             header = slot.map.header
-            if header.job != job or not path.name.startswith((f"{RANK}-{header.rank}.", f"{PARITY}-{header.rank}.")):
+            if header.job != job or not path.name.startswith(
+                tuple(f"{kind}-{header.rank}." for kind in (RANK, PARITY, RECORD))
+            ):
                 raise FormatError(f"its header names job {header.job!r}, rank {header.rank}.")
             self.held_bytes += slot.file_bytes
             return slot
@@ -323,7 +331,7 @@ class Arena:
         stats = os.fstat(descriptor)
         try:
             is_fixed = stat.S_ISREG(stats.st_mode) and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-            if not is_fixed or not re.fullmatch(rf"rank-{rank}\.slot-\d{{1,9}}", name):
+            if not is_fixed or not re.fullmatch(rf"({RANK}|{RECORD})-{rank}\.slot-\d{{1,9}}", name):
                 raise FormatError(f"the descriptor for {name!r} is not a memfd of fixed size of rank {rank}.")
             slot = self._map_slot(name, None, descriptor, stats.st_size)
         except OSError as error:
@@ -371,8 +379,10 @@ class Arena:
             AttachError: they can't be made for another reason; nothing is left behind.
         """
         need_bytes = sum(geometry.file_bytes for geometry in geometries.values())
-        has_parity = any(name.startswith(f"{PARITY}-") for name in geometries)
+        has_parity, has_records = (any(name.startswith(f"{kind}-") for name in geometries) for kind in (PARITY, RECORD))
         who = "the slots and the exchange's parity slots need" if has_parity else "the slots need"
+        if has_records:
+            who = "the slots for gradient records need"
         self.check_room(need_bytes, len(geometries), who)
         folder = claim_folder(self.folder / job)
         in_tmpfs = limits.file_system_free(folder) + self.pool.ready_bytes(len(geometries)) >= need_bytes

@@ -130,6 +130,7 @@ class JobRecord:
             parity_sizes = [slot.file_bytes for slot in self.slots.parity.values() if slot.rank == rank]
             # The guard's parity of the earlier lanes stays beside two new slots.
             peak += (PARITY_BUFFERS + 1) * max(parity_sizes, default=0)
+            peak += sum(slot.file_bytes for slot in self.slots.records.values() if slot.rank == rank)
         return max(peak, self.held_bytes)
 
     def wanted_slots(self, rank: int) -> int:

@@ -12,7 +12,7 @@ from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile, next_names
 from reft_daemon.arena.headers import header_of
-from reft_daemon.jobs import parity, rounds, trainers
+from reft_daemon.jobs import gradient_records, parity, rounds, trainers
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
 from reft_daemon.jobs.persistence import save
@@ -58,7 +58,11 @@ async def _lease_alone(job: JobRecord, request: pb.LeaseRequest, process: Proces
     # A newer attach may have come while this lease waited. The ranks of that attach may still read
     # the slots that this lease would free.
     job.check_epoch(request.epoch)
-    slots = await slots_for(job, request) if request.slots else []
+    slots: list[SlotFile] = []
+    if request.slots:
+        slots = await slots_for(job, request)
+    elif request.records:
+        slots = await gradient_records.slots_for(job, request)
     # Making slots takes time. Meanwhile a newer attach may have come, or the session may be
     # closed.
     job.check_epoch(request.epoch)
@@ -88,6 +92,7 @@ async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
     rank, geometry = request.rank, Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
     empty_dropped(job)
     parity.settle(job)
+    gradient_records.settle(job)
     headers = {slot.name: header_of(job.id, slot) for slot in job.slots.current_of_rank(rank)}
     names = fitting_slots(headers, geometry, request.slots)
     free_superfluous(job, names if len(names) < request.slots else job.slots.current)

@@ -41,7 +41,7 @@ def free(job: JobRecord) -> int:
     for lease in job.leases.values():
         if lease.watch:
             lease.watch.close()
-    for slot in job.slots.readable.values():
+    for slot in job.slots.files.values():
         job.arena.free(slot)
     job.capsule_replication.store.free()
     job.slots.clear()

@@ -4,6 +4,7 @@ lease ─► current ── a larger layout, or the rank moves ──► retired
             └── a change of shape: all but the base's ────────┴── before new slots ──────────► freed
 rebuild ─► drafts ── sealed ──► current, or retired
 lease, turn ─► parity ── other lanes, and no version that must stay ──► freed
+lease ─► records ── another size, or the rank records no more ──► freed
 """
 
 from __future__ import annotations
@@ -28,26 +29,33 @@ class JobSlots:
             now.
         drafts: those that a rebuild is making; no rank may use them yet.
         parity: those for parity of the exchange; no trainer uses them.
+        records: those for gradient records of this node's ranks.
     """
 
     current: dict[str, SlotFile] = field(default_factory=dict)
     retired: dict[str, SlotFile] = field(default_factory=dict)
     drafts: dict[str, SlotFile] = field(default_factory=dict)
     parity: dict[str, SlotFile] = field(default_factory=dict)
+    records: dict[str, SlotFile] = field(default_factory=dict)
 
     @property
     def all(self) -> dict[str, SlotFile]:
-        """The slots of snapshots, without those of parity."""
+        """The slots of snapshots, without those of parity and of gradient records."""
         return {**self.drafts, **self.retired, **self.current}
 
     @property
     def readable(self) -> dict[str, SlotFile]:
-        """All slots: those of snapshots and those of parity."""
+        """The slots that other nodes may read: those of snapshots and those of parity."""
         return {**self.all, **self.parity}
 
     @property
+    def files(self) -> dict[str, SlotFile]:
+        """All slots: also those of gradient records, which no other node reads."""
+        return {**self.readable, **self.records}
+
+    @property
     def held_bytes(self) -> int:
-        return sum(slot.file_bytes for slot in self.readable.values())
+        return sum(slot.file_bytes for slot in self.files.values())
 
     @property
     def backing(self) -> str:
@@ -68,13 +76,14 @@ class JobSlots:
             self.retired[slot.name] = self.current.pop(slot.name)
 
     def add(self, slots: Iterable[SlotFile]) -> None:
-        """Adds current slots, and slots of parity."""
+        """Adds current slots, slots of parity, and slots of gradient records."""
         for slot in slots:
-            (self.parity if slot.is_parity else self.current)[slot.name] = slot
+            kind = self.parity if slot.is_parity else self.records if slot.is_record else self.current
+            kind[slot.name] = slot
 
     def clear(self) -> None:
         """Forgets all slots: they were freed."""
-        for slots in (self.current, self.retired, self.drafts, self.parity):
+        for slots in (self.current, self.retired, self.drafts, self.parity, self.records):
             slots.clear()
 
 

@@ -100,7 +100,7 @@ async def seal_landed(job: JobRecord, rank: int) -> None:
 
 def take_back(job: JobRecord, slot: SlotFile) -> None:
     """Takes a memfd that a trainer returned after this daemon's restart."""
-    if slot.name in job.slots.current:
+    if slot.name in job.slots.current or slot.name in job.slots.records:
         job.arena.free(slot)
         return
     job.slots.add([slot])

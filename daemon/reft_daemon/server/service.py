@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from reft.core.commit.gradient_records import RECORD_SLOTS_MAX
 from reft.core.recovery.survey_timeout import WHOLE_S, survey_timeout_s
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.wire import local_socket, messages, rpc
@@ -461,7 +462,12 @@ def _check_sizes(request: pb.LeaseRequest) -> None:
             f"{request.slots} slots with a table of {request.table_bytes} bytes were requested; "
             f"at most {local_socket.DESCRIPTORS_MAX} slots and {TABLE_MAX} bytes are allowed."
         )
-    if request.slots and (request.chunk_bytes < PAGE or request.chunk_bytes % PAGE):
+    if request.records > RECORD_SLOTS_MAX or (request.records and request.slots):
+        raise ConfigError(
+            f"{request.records} record slots were requested beside {request.slots} slots; a request is for at most "
+            f"{RECORD_SLOTS_MAX} record slots alone."
+        )
+    if (request.slots or request.records) and (request.chunk_bytes < PAGE or request.chunk_bytes % PAGE):
         raise ConfigError(
             f"chunks of {request.chunk_bytes} bytes were requested; the size must be a multiple of {PAGE}."
         )

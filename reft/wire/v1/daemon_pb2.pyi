@@ -409,7 +409,7 @@ class PinReply(_message.Message):
     def __init__(self, whole: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "pid", "pid_start", "parent", "slots", "data_bytes", "table_bytes", "chunk_bytes", "cpus")
+    __slots__ = ("job", "epoch", "rank", "pid", "pid_start", "parent", "slots", "data_bytes", "table_bytes", "chunk_bytes", "cpus", "records", "record_bytes")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +421,8 @@ class LeaseRequest(_message.Message):
     TABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     CPUS_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    RECORD_BYTES_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
@@ -432,7 +434,9 @@ class LeaseRequest(_message.Message):
     table_bytes: int
     chunk_bytes: int
     cpus: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., slots: _Optional[int] = ..., data_bytes: _Optional[int] = ..., table_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ...) -> None: ...
+    records: int
+    record_bytes: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., slots: _Optional[int] = ..., data_bytes: _Optional[int] = ..., table_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., records: _Optional[int] = ..., record_bytes: _Optional[int] = ...) -> None: ...
 
 class LeasedSlot(_message.Message):
     __slots__ = ("name", "file_bytes")
