@@ -161,6 +161,11 @@ class Session:
             form and the measured gaps, in total and for the worst gap; -1 if they can't be compared
         reviews_over: 1 if no new layout is made until the job restarts, because a rank was missing
             in a review of the placement; else 0
+        records: number of gradient records taken; with protect="aor", else 0
+        records_torn, records_missed: marks without a record, because a gradient was overwritten
+            before the record had it, or for another reason, which the log names
+        record_bytes: bytes of one record
+        recorded_mark: mark of the newest record; -1 if there is none
         streaming_copy: 1 if snapshots of host memory bypass the caches, else 0
 
         On the job's protection; bytes of the job's state count once:

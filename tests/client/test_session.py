@@ -307,7 +307,7 @@ def test_an_unsealed_slot_is_not_reused_even_if_its_step_is_void(attach, monkeyp
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    thread, history = session._window.snapshots._thread, session._window.snapshots.history
+    thread, history = session._window.snapshots.thread, session._window.snapshots.history
     free, task = thread._free_slot(), history.begin(99, 0.0)
     task.copying(0.0, free.index)
     assert thread._free_slot() is None or thread._free_slot().index != free.index

@@ -37,7 +37,18 @@ IMPURE = {
 # only.
 LAYERS = {
     "reft.client": (
-        *("attach", "session", "schedule", "restore", "snapshot", "link", "state", "memory", "torch_internals"),
+        *(
+            "attach",
+            "session",
+            "schedule",
+            "restore",
+            "snapshot",
+            "records",
+            "link",
+            "state",
+            "memory",
+            "torch_internals",
+        ),
     ),
     "reft.core": (
         *("status", "recovery", "commit", "coding", "membership", "pipeline", "layout"),
@@ -45,7 +56,17 @@ LAYERS = {
     ),
     "reft.wire": (
         *("rebuild_request", "inventory", "manifest", "daemon_launcher", "local_socket", "rpc"),
-        *("messages", "timeline_socket", "tls", "capsule_format", "slot_format", "shm", "process", "v1"),
+        *(
+            "messages",
+            "timeline_socket",
+            "tls",
+            "record_format",
+            "capsule_format",
+            "slot_format",
+            "shm",
+            "process",
+            "v1",
+        ),
     ),
     "reft.elastic": (
         *("handler", "rounds", "heartbeat_client", "node", "store_poller", "orphan_reaper", "stores", "warm"),

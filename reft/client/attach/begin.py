@@ -8,6 +8,7 @@ from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Introduction
 from reft.client.attach.plan import AttachPlan
+from reft.client.attach.records import RecordMemory, make_recorder
 from reft.client.link.reports import Reporter, ReporterFacts
 from reft.client.link.slots import MappedSlot, SlotLeases
 from reft.client.memory.cuda import Device
@@ -36,6 +37,7 @@ def begin(
     result: RestoreResult,
     leases: SlotLeases,
     slots: Sequence[MappedSlot],
+    records: RecordMemory | None = None,
 ) -> Session:
     """Returns the session; restores random generators last.
 
@@ -46,12 +48,15 @@ def begin(
         result: what was restored.
         leases: the leases of this rank.
         slots: the slots for the next snapshots.
+        records: the slots for gradient records; None if this rank records nothing.
     """
     step = plan.base.step if plan.base else 0
     restored_from = plan.restored_from(introduction.nodes)
     engine = copy_engine(context, introduction)
     built = parameter_names(introduction.state.tensor_index.leaves())
-    snapshots = make_snapshotter(context, introduction, plan, leases, slots, engine, SnapshotHistory(), step, built)
+    snapshots = make_snapshotter(
+        context, introduction, plan, leases, slots, engine, SnapshotHistory(), step, built, records
+    )
     tree = result.tree
     session = Session(
         snapshots,
@@ -85,6 +90,7 @@ def make_snapshotter(
     history: SnapshotHistory,
     step: int | None,
     built: frozenset[str] | None,
+    records: RecordMemory | None = None,
 ) -> Snapshotter:
     """Returns the snapshotter of the new epoch.
 
@@ -98,6 +104,7 @@ def make_snapshotter(
         history: the tasks of the session.
         step: the completed step; None for a new layout, whose first step the round names.
         built: names of the parameters that a restarted script builds.
+        records: the slots for gradient records; None if this rank records nothing.
     """
     settings, daemon, state, epoch = context.settings, introduction.daemon, introduction.state, plan.decision.epoch
     rank, tracked = context.rank, state.tracked
@@ -125,8 +132,9 @@ def make_snapshotter(
         state.host,
         engine,
         reporter,
-        RankSlots(list(slots), leases, rank, leases.settings.slots),
+        RankSlots(list(slots), leases, rank, leases.settings.slots, records.slots if records else ()),
         history,
+        make_recorder(records, introduction, reporter, engine.copy_cpu, step) if records else None,
     )
 
 

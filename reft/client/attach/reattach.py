@@ -46,6 +46,7 @@ from reft.client.attach.begin import make_snapshotter
 from reft.client.attach.introduce import Introduction, LocalState, describe, introduce_state
 from reft.client.attach.inventory import Erasure, take_inventory
 from reft.client.attach.plan import AttachPlan, decide_request, make_plan, manifest_of_base, recover
+from reft.client.attach.records import lease_records_alone
 from reft.client.attach.restore import leases_of, secure
 from reft.client.link.exchange import Record, gather, together
 from reft.client.link.rank_group import RanksMissing
@@ -253,9 +254,9 @@ def reattach(
             plan = plan_layout()
     leases = leases_of(context, introduction, plan)
     slots = lease_alone(introduction, plan, leases)
-    engine, history = snapshots.engine, snapshots.history
-    built = snapshots.planner.built
-    return make_snapshotter(context, introduction, plan, leases, slots, engine, history, None, built), plan.manifest
+    records = lease_records_alone(context, introduction, plan, leases)
+    kept = snapshots.engine, snapshots.history, None, snapshots.planner.built
+    return make_snapshotter(context, introduction, plan, leases, slots, *kept, records), plan.manifest
 
 
 def state_of(snapshots: Snapshotter) -> LocalState:
@@ -288,7 +289,7 @@ def find_mismatched(
         ReftError: there is no such step.
     """
     for _ in range(int(COMMON_STEP_S / AGAIN_S)):
-        own = dict(snapshots.leaf_digests.copy())
+        own = dict(snapshots.thread.leaf_digests.copy())
         report = StepDigestReport(
             bool(snapshots.reporter.mismatched), {step: digest_of_leaves(own[step]) for step in own}
         )

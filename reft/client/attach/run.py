@@ -16,7 +16,8 @@
     open, load  every rank: register as trainer, slots ─► live tensors
                 (after a damaged slot: back to inventory, without that slot)
     lease       one rank a node: store the base's capsules with their holders again; once all did,
-                every rank: slots for the next snapshots, every page touched
+                every rank: slots for the next snapshots, every page touched; then, where nodes
+                copy other ranks' state, slots for gradient records
     begin       host state, random generators last; if a node of the base was lost, take the first
                 snapshot now
 
@@ -50,6 +51,7 @@ from reft.client.attach.plan import (
     refuse_few_slots,
     refuse_fresh_start,
 )
+from reft.client.attach.records import lease_records
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
 from reft.client.attach.structure import rebuild_structure
 from reft.client.link.exchange import together
@@ -102,7 +104,9 @@ def run_attach(context: AttachContext) -> AttachResult:
                 result = restore(context, introduction, plan, leases, memory.buffer)
                 if not result.damaged:
                     slots = lease(context, introduction, plan, leases)
-                    return AttachResult(begin(context, introduction, plan, result, leases, slots), plan.manifest)
+                    records = lease_records(context, introduction, plan, leases)
+                    session = begin(context, introduction, plan, result, leases, slots, records)
+                    return AttachResult(session, plan.manifest)
                 give_up(context, plan, leases, result.damaged)
             # Remove the state that this try has made: an older version may not have it.
             introduction.state.tracked.bind().rollback_to(introduction.state.tensor_index)

@@ -85,11 +85,29 @@ class SlotLeases:
         data_bytes = min(geometry.data_capacity for geometry in geometries)
         return self._lease(data_bytes, min(geometry.table_capacity for geometry in geometries), mapped)
 
+    def lease_records(self, count: int, data_bytes: int) -> list[MappedSlot]:
+        """Returns mapped record slots of this rank, with every page touched.
+
+        Args:
+            count: the number of record slots.
+            data_bytes: bytes of data in each of them.
+
+        Raises:
+            NoRoom: the slots don't fit into memory.
+        """
+        request = self._request(0, 0, 0)
+        request.records, request.record_bytes = count, data_bytes
+        reply = self._call(request)
+        return self._ready(self.take([slot.name for slot in reply.slots], keeps=reply.backing == "memfd"))
+
     def _lease(self, data_bytes: int, table_bytes: int, mapped: Sequence[MappedSlot]) -> list[MappedSlot]:
         reply = self._call(self._request(self.settings.slots, data_bytes, table_bytes))
         known = {slot.name for slot in mapped}
         names = [slot.name for slot in reply.slots if slot.name not in known]
-        slots = self.take(names, keeps=reply.backing == "memfd", first=len(mapped)) if names else []
+        return self._ready(self.take(names, keeps=reply.backing == "memfd", first=len(mapped)) if names else [])
+
+    def _ready(self, slots: list[MappedSlot]) -> list[MappedSlot]:
+        """Touches and pins the pages of slots, and returns the slots."""
         for slot in slots:
             slot.touch()
             if self.pins_for is not None:
@@ -153,7 +171,9 @@ class SlotLeases:
         )  # fmt: skip
 
     def _call(self, request: pb.LeaseRequest) -> pb.LeaseReply:
-        reply: pb.LeaseReply = self._rpc("Lease", request, request.slots * request.data_bytes)
+        reply: pb.LeaseReply = self._rpc(
+            "Lease", request, request.slots * request.data_bytes + request.records * request.record_bytes
+        )
         return reply
 
     def _rpc(self, method: str, request: object, nbytes: int) -> Any:

@@ -1,6 +1,7 @@
 """The hooks on the optimizers: they close the window, and count steps in loops without marks.
 
-    pre-hook of each optimizer      the window closes: the optimizer is about to write the state
+    pre-hook of each optimizer      the window closes: the optimizer is about to write the state;
+                                    its gradients are recorded (`reft.client.records`)
     post-hook of the last one       without marks: the mark
     step of each held GradScaler    notes that the GradScaler skipped the optimizer's step
     any optimizer of the process    `reft.client.schedule.foreign_optimizers`
@@ -92,6 +93,8 @@ class OptimizerHooks:
             self._foreign.own_step(index)
         window.written_step = window.step
         window.close()
+        if window.snapshots is not None and window.snapshots.recorder is not None:
+            window.snapshots.recorder.before_step(index)
 
     def _scaled_step(
         self, own: Set[int], _: object, call: Callable[..., Any], optimizer: object, *rest: Any, **keywords: Any

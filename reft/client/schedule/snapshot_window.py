@@ -45,6 +45,7 @@ from reft.errors import RestoreError
 log = logging.getLogger("reft")
 CLOSE_WAIT_S = 2.0
 UNPROTECTED = {**NO_COUNTS, "protected_step": -1, "turn_s": -1.0}
+NO_RECORDS = {"records": 0, "records_torn": 0, "records_missed": 0, "record_bytes": 0, "recorded_mark": -1}
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
 
 
@@ -147,6 +148,8 @@ class SnapshotWindow:
             if reviewed is not self.snapshots and self.cadence is not None:
                 self.cadence.restart()
             self.snapshots = reviewed
+        if self.snapshots is not None and self.snapshots.recorder is not None:
+            self.snapshots.recorder.mark(self.step, self.stepping is Stepping.CALLED)
         pacing_plan = self.profiler.mark(self.step) if self.profiler else None
         if self.cadence is None or self.snapshots is None:
             return
@@ -299,6 +302,7 @@ class SnapshotWindow:
             "bubble_fraction": copy_stats.written(Tier.GAP) / max(copy_stats.written(), 1),
             **{name: copy_stats.written(tier) for name, tier in TIER_BYTES.items()},
             **(protection_stats(snapshots) if snapshots else UNPROTECTED),
+            **(snapshots.recorder.stats() if snapshots and snapshots.recorder else NO_RECORDS),
         }
 
     def trace(self) -> dict[str, Any]:

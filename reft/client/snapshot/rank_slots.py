@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from reft.client.link.slots import MappedSlot, SlotLeases
 from reft.client.snapshot.round_view import KeptVersions
@@ -34,13 +34,22 @@ class RankSlots:
         leases: leases larger ones.
         rank: named in the log.
         wanted: the number of slots that the user asked for.
+        records: the rank's slots for gradient records, which a recorder writes.
     """
 
-    def __init__(self, slots: list[MappedSlot], leases: SlotLeases, rank: int, wanted: int) -> None:
+    def __init__(
+        self,
+        slots: list[MappedSlot],
+        leases: SlotLeases,
+        rank: int,
+        wanted: int,
+        records: Sequence[MappedSlot] = (),
+    ) -> None:
         self._slots = slots
         self._leases = leases
         self._rank = rank
         self._wanted = wanted
+        self._records = records
         self._missing = wanted - len(slots)  # 0 once a thread has tried to lease them
         self._thread: threading.Thread | None = None  # leases larger slots
         self._larger: list[MappedSlot] | None = None
@@ -146,7 +155,7 @@ class RankSlots:
         Raises:
             Exception: the daemon does not take them.
         """
-        if memfd_slots := [slot for slot in self._slots if slot.descriptor >= 0]:
+        if memfd_slots := [slot for slot in (*self._slots, *self._records) if slot.descriptor >= 0]:
             self._leases.give_back(memfd_slots)
 
     def daemon_whole(self) -> Version | None:
@@ -159,5 +168,5 @@ class RankSlots:
 
     def unmap(self) -> None:
         """Closes the slots. The daemon keeps them."""
-        for slot in (*self._slots, *self._earlier, *(self._larger or ()), *self._further):
+        for slot in (*self._slots, *self._earlier, *(self._larger or ()), *self._further, *self._records):
             slot.close()

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from reft.client.link.reports import Reporter
 from reft.client.memory.cuda import HostCopy
+from reft.client.records.recorder import GradientRecorder
 from reft.client.snapshot.engine import CopyEngine, CopyOrder
 from reft.client.snapshot.rank_slots import RankSlots
 from reft.client.snapshot.round_view import RoundView
@@ -52,11 +53,12 @@ class Snapshotter:
         reporter: this rank's reports to its daemon.
         slots: the slots of this rank.
         history: the tasks of the session; it may outlive this object.
+        recorder: records gradients; None if this node copies no other rank's state.
     """
 
     def __init__(
         self, facts: SnapshotFacts, decision: Decision, planner: SavePlanner, host: HostState, engine: CopyEngine,
-        reporter: Reporter, slots: RankSlots, history: SnapshotHistory,
+        reporter: Reporter, slots: RankSlots, history: SnapshotHistory, recorder: GradientRecorder | None = None,
     ) -> None:  # fmt: skip
         self.facts = facts
         self.planner = planner
@@ -65,10 +67,9 @@ class Snapshotter:
         self.reporter = reporter
         self.slots = slots
         self.history = history
+        self.recorder = recorder
         self.round = RoundView(reporter, decision)
-        self._thread = SnapshotThread(facts, slots, reporter, self.round, history, engine.copy_cpu)
-        # step and digest of each leaf, of the newest steps of which all bytes were compared
-        self.leaf_digests = self._thread.leaf_digests
+        self.thread = SnapshotThread(facts, slots, reporter, self.round, history, engine.copy_cpu)
         self._open: Handover | None = None  # the snapshot that may read the live state
         self._begun_step = -1  # the newest step whose copy was begun
         # A due step that was left out, and the reason: VOID at the fence, unless `seal` takes it.
@@ -109,7 +110,7 @@ class Snapshotter:
         """Ends a task without a snapshot, and reports the step as void."""
         with self._begin_lock:
             if not self._is_held:
-                self._thread.void(task, reason)
+                self.thread.void(task, reason)
                 return
         # Not reported: the daemon may have the decision that ends this epoch.
         task.void(time.perf_counter(), reason)
@@ -123,7 +124,7 @@ class Snapshotter:
             return str(self.reporter.error)
         if self.reporter.slots_missing:
             self.reporter.slots_missing = False
-            self._thread.give_back()
+            self.thread.give_back()
         if self.round.is_discarded(task.step):
             return f"steps up to {self.round.discarded_until} were counted by calls of the optimizer."
         plan = self.planner.current()
@@ -143,10 +144,10 @@ class Snapshotter:
             plan.save_plan, self.slots.chunk_bytes, task.step, compares_all, pacing_plan, self.facts.failpoints,
             self.facts.at(task.step),
         )  # fmt: skip
-        slot = self._thread.open(task, plan.save_plan) if self.engine.needs_slot_at_mark else None
+        slot = self.thread.open(task, plan.save_plan) if self.engine.needs_slot_at_mark else None
         copy = self.engine.begin(order, slot.map if slot else None)
         self._open = Handover(task, copy, plan.save_plan, tree, guard, slot, skipped)
-        self._thread.take(self._open)
+        self.thread.take(self._open)
         self._begun_step = task.step
         return ""
 
@@ -209,7 +210,7 @@ class Snapshotter:
         is_whole = self.reporter.wait(step, deadline_s)
         while self.reporter.slots_missing and time.monotonic() < end:
             self.reporter.slots_missing = False
-            self._thread.give_back_now()
+            self.thread.give_back_now()
             is_whole = self.reporter.wait(step, max(end - time.monotonic(), 0))
         return is_whole
 
@@ -253,7 +254,9 @@ class Snapshotter:
         with self._begin_lock:
             self._is_held = True
         try:
-            self._thread.idle().result(deadline_s)
+            self.thread.idle().result(deadline_s)
+            if self.recorder is not None:
+                self.recorder.hold(deadline_s)
         except FutureTimeout:
             self.resume()
             raise ReftError(f"the last snapshot of this rank did not end within {deadline_s:.0f} s.") from None
@@ -263,6 +266,8 @@ class Snapshotter:
         """Lets snapshots begin again: the new layout was given up."""
         with self._begin_lock:
             self._is_held = False
+        if self.recorder is not None:
+            self.recorder.resume()
 
     def retire(self) -> None:
         """Closes all but the copy engine and the registration, which the new layout keeps."""
@@ -272,6 +277,8 @@ class Snapshotter:
     def release(self) -> None:
         """Tells the daemon that the session is closed; ignores slots that are still being made."""
         self.slots.forget_lease()
+        if self.recorder is not None:
+            self.recorder.close()
         self.reporter.release()
 
     def close(self) -> None:
@@ -280,7 +287,9 @@ class Snapshotter:
         self.engine.close()
 
     def _close(self) -> None:
-        self._thread.close()
+        self.thread.close()
+        if self.recorder is not None:
+            self.recorder.close()
         self.reporter.close()
         self.slots.unmap()
 

@@ -185,7 +185,9 @@ def test_the_base_is_the_newest_version_that_a_rank_or_daemon_knows_to_be_whole(
 
 def test_leaves_are_compared_at_the_newest_step_that_all_ranks_have():
     held: Any = SimpleNamespace(
-        leaf_digests=deque([(6, {"a\n0": "1"}), (7, {"a\n0": "2", "b\n0": "3"}), (8, {"a\n0": "4"})]),
+        thread=SimpleNamespace(
+            leaf_digests=deque([(6, {"a\n0": "1"}), (7, {"a\n0": "2", "b\n0": "3"}), (8, {"a\n0": "4"})])
+        ),
         reporter=SimpleNamespace(mismatched=frozenset()),
     )
     others = {6: digest_of_leaves({"a\n0": "1"}), 7: "another"}

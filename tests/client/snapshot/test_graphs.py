@@ -72,7 +72,7 @@ def replay(model: torch.nn.Module) -> None:
 def held_up(session: Session) -> Iterator[None]:
     """Stops the snapshot thread; the side stream then only runs if something waits for it."""
     may_go = threading.Event()
-    session._window.snapshots._thread._thread.submit(lambda: may_go.wait(20))
+    session._window.snapshots.thread._thread.submit(lambda: may_go.wait(20))
     yield
     may_go.set()
 

@@ -139,7 +139,7 @@ class Rank:
 def rank():
     rank = Rank()
     yield rank
-    rank.snapshots._thread.close()
+    rank.snapshots.thread.close()
     rank.copy_engine.close()
 
 
@@ -156,7 +156,7 @@ def test_the_first_snapshots_digest_whole_cells_on_every_engine(make_engine, mon
     monkeypatch.setattr(rank.copy_engine, "begin", record)
     assert [rank.take(step) for step in (1, 2, 3)] == [(StepAnswer.SEALED, "")] * 3
     assert in_whole == [True, True, False]
-    rank.snapshots._thread.close()
+    rank.snapshots.thread.close()
     rank.copy_engine.close()
 
 
@@ -212,14 +212,14 @@ def test_what_the_optimizer_writes_after_the_fence_tears_no_snapshot():
     """On CUDA the snapshot thread may check the state long after the fence."""
     rank, may_go = Rank(copy_engine=CudaCopyEngine(Inline())), threading.Event()
     rank.step()
-    rank.snapshots._thread._thread.submit(lambda: may_go.wait(20) and None)
+    rank.snapshots.thread._thread.submit(lambda: may_go.wait(20) and None)
     rank.snapshots.take(1, is_marked=True)
     rank.snapshots.fence()
     rank.step()
     may_go.set()
     assert rank.reporter.answered.acquire(timeout=20)
     assert rank.reporter.answers[1] == (StepAnswer.SEALED, "")
-    rank.snapshots._thread.close()
+    rank.snapshots.thread.close()
 
 
 def test_a_write_in_the_window_voids_the_snapshot(rank):
@@ -254,7 +254,7 @@ def test_a_too_large_capsule_voids_the_snapshot_with_a_reason():
     rank = Rank(state={"big": big})
     answer, trouble = rank.take(1)
     assert answer is StepAnswer.VOID and "the capsule has 2" in trouble and "Fix: keep less" in trouble
-    rank.snapshots._thread.close()
+    rank.snapshots.thread.close()
     rank.copy_engine.close()
 
 
@@ -270,7 +270,7 @@ def test_a_new_snapshot_of_the_base_step_survives_discard():
     rank.snapshots.discard(8)
     states = {slot.map.header.version: slot.map.header.state for slot in rank.slots._slots}
     assert states[Version(NEW, 7)] is SlotState.SEALED and Version(NEW, 8) not in states
-    rank.snapshots._thread.close()
+    rank.snapshots.thread.close()
     rank.copy_engine.close()
 
 
@@ -330,7 +330,7 @@ def test_a_slot_whose_header_could_not_be_written_is_reported_and_used_again(ran
     (logged,) = caplog.messages
     assert logged.startswith("rank 0 skips snapshots: division by zero Training goes on. (step 1: OPENING +0.0 ms, ")
     assert logged.endswith(" ms)") and "VOID" in logged
-    rank.snapshots._thread._note_trouble("the slot is full.\nFix: slots=4")
+    rank.snapshots.thread._note_trouble("the slot is full.\nFix: slots=4")
     assert caplog.messages[-1] == "rank 0 skips snapshots: the slot is full. Training goes on.\nFix: slots=4"
     broken.undo()
     assert [rank.take(step) for step in (5, 6, 7)] == [(StepAnswer.SEALED, "")] * 3
@@ -348,7 +348,7 @@ def test_an_object_whose_state_dict_raises_skips_the_snapshot_only(caplog):
     assert "Training goes on" in caplog.text
     loader.state_dict = lambda: {"at": 3}
     assert rank.take(3) == (StepAnswer.SEALED, "")
-    rank.snapshots._thread.close()
+    rank.snapshots.thread.close()
     rank.copy_engine.close()
 
 
@@ -387,7 +387,7 @@ def test_a_pinned_slot_is_never_written_again():
     assert rank.snapshots.cadence_facts(5).slots == 2
     assert rank.take(5) == (StepAnswer.SEALED, "")
     assert {slot.map.header.version.step for slot in rank.slots._slots} == {2, 3, 5}
-    rank.snapshots._thread.close()
+    rank.snapshots.thread.close()
     rank.copy_engine.close()
 
 
@@ -403,7 +403,7 @@ def test_the_guard_stays_until_a_step_is_protected():
         assert rank.take(step) == (StepAnswer.SEALED, "")
         held.append({slot.map.header.version.step for slot in rank.slots._slots if slot.map.header.version})
     assert held == [{5, 7, 8}, {5, 7, 8, 9}, {5, 8, 9, 10}, {5, 9, 10, 11}, {9, 10, 11, 12}]
-    rank.snapshots._thread.close()
+    rank.snapshots.thread.close()
     rank.copy_engine.close()
 
 
