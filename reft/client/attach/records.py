@@ -20,7 +20,7 @@ from reft.client.records.record_plan import RecordPlan, plan_records
 from reft.client.records.record_writer import RecordWriter
 from reft.client.records.recorder import GradientRecorder
 from reft.core.commit.gradient_records import record_slots
-from reft.errors import ReftError, message, remedy
+from reft.errors import ReftError, UnsupportedState, message, remedy
 
 log = logging.getLogger("reft")
 
@@ -46,7 +46,6 @@ def lease_records(
     All ranks call it together.
 
     Raises:
-        UnsupportedState: the state of another rank can't be recomputed from gradients.
         NoRoom: the slots don't fit into memory.
     """
     if not any(lane.is_copies for lane in plan.placement.guard_lanes):
@@ -73,7 +72,11 @@ def _lease(
         return None
     lane = plan.placement.guard_lanes[place[0]]
     owners = [lane.members[member] for member in lane.copied_members(place[1])]
-    record_plan = plan_records(plan.placement, context.rank, owners, introduction.state.tracked)
+    try:
+        record_plan = plan_records(plan.placement, context.rank, owners, introduction.state.tracked)
+    except UnsupportedState as error:  # only in a job that goes on: a fresh start refuses such state
+        log.warning("rank %d records no gradients, and turns exchange copies: %s", context.rank, message(error))
+        return None
     if not record_plan.layout.items:
         return None
     slots = leases.lease_records(record_slots(context.request.every), record_plan.layout.data_bytes)
