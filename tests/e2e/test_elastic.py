@@ -19,7 +19,7 @@ from reft.core.membership.failure_detector import BEAT_S, MISSES
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support import certificates, etcd, idler
 from tests.support.idler import Idler
-from tests.support.netns import marked, why_not
+from tests.support.netns import why_not
 from tests.support.nodes import Machine, Nodes
 
 IDLER = str(Path(idler.__file__))
@@ -51,10 +51,7 @@ def machine(nodes: Nodes, name: str) -> Machine:
 
 
 def daemon_of(nodes: Nodes, name: str) -> psutil.Process:
-    (daemon,) = [
-        p for p in marked(nodes._mark(name)) if "reft_daemon" in p.cmdline() and "nsenter" not in p.cmdline()[0]
-    ]
-    return daemon
+    return nodes.daemon_process(machine(nodes, name))
 
 
 def nodes_whose_agent_logged(nodes: Nodes, text: str) -> list[str]:

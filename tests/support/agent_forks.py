@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,19 +13,19 @@ from typing import Any
 
 from reft.cli.demo.cluster import LOCAL_ONLY
 from tests.support.agent import PRELOADED
-from tests.support.forks import Fork, enter, serve, server
+from tests.support.forks import Fork, enter_node, serve, server
 
 
 def agent_fork(
-    arguments: Sequence[str], environment: Mapping[str, str], marks: Mapping[str, str], log: Path, inside: int
+    arguments: Sequence[str], environment: Mapping[str, str], log: Path, marks: Mapping[str, str], inside: int
 ) -> Fork:
     """Starts an agent.
 
     Args:
         arguments: the arguments of `python -m`.
         environment: the whole environment.
-        marks: variables that other processes look for in /proc/PID/environ.
         log: the file for the agent's output.
+        marks: variables that other processes look for in /proc/PID/environ.
         inside: a process whose namespaces the agent enters, as nsenter does; 0 is none.
     """
     return Fork(
@@ -35,13 +34,8 @@ def agent_fork(
 
 
 def become(request: Mapping[str, Any]) -> int:
-    if request["inside"]:
-        # Mounts are the last: in that namespace /proc is another one.
-        for kind in ("net", "pid", "mnt"):
-            enter(f"/proc/{request['inside']}/ns/{kind}")
-        if child := os.fork():  # only a child is a process of the new namespace
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255
-        os.chdir(request["cwd"])
+    if (code := enter_node(request["inside"], request["cwd"])) is not None:
+        return code
     module, *arguments = request["arguments"]
     sys.argv = [module, *arguments]
     try:

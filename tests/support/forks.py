@@ -36,6 +36,27 @@ def enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
+def enter_node(init: int, folder: str) -> int | None:
+    """Enters the namespaces of a node, like nsenter, and goes on there in a child.
+
+    Args:
+        init: the node's first process; 0 is none, and then no child is made.
+        folder: the working folder of the child.
+
+    Returns:
+        None where the program goes on; outside, the exit code of the child that has ended.
+    """
+    if not init:
+        return None
+    # Mounts are the last: in that namespace /proc is another one.
+    for kind in ("net", "pid", "mnt"):
+        enter(f"/proc/{init}/ns/{kind}")
+    if child := os.fork():  # only a child is a process of the new namespace
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255
+    os.chdir(folder)
+    return None
+
+
 class Server:
     """A fork server, as seen by the process that started it."""
 

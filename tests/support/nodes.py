@@ -49,6 +49,7 @@ from reft.cli.demo.records import TrainingResult, recovery
 from reft.errors import DaemonUnavailable, ReftError
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.agent_forks import agent_fork
+from tests.support.daemon_forks import daemon_fork
 from tests.support.daemons import ROOT, until
 from tests.support.forks import Fork
 from tests.support.netns import (
@@ -98,13 +99,13 @@ class Machine(PretendNode):
 
     Attributes:
         inside: the daemon's address for the node's own processes.
-        command: starts the node's daemon.
+        flags: the flags of the node's daemon.
     """
 
     place: Space | Loopback | None = None
     inside: str = ""
     agent: subprocess.Popen[bytes] | Fork | None = None
-    command: Sequence[str] = ()
+    flags: Sequence[str] = ()
 
     @property
     def living(self) -> Space | Loopback:
@@ -228,14 +229,20 @@ class Nodes:
         slots, socket = place.folder / "slots", place.folder / "daemon.sock"
         machine = Machine(name, slots, place.seen(socket), log, place=place, inside=f"unix:{socket}")
         insecure = ["--insecure"] if isinstance(place, Space) and "--tls-cert" not in self._daemon_flags else []
-        machine.command = [sys.executable, "-m", "reft_daemon", "--node", name, "--socket", str(socket), "--dir", str(slots),
-                           "--listen", place.listen, *insecure, *self._daemon_flags]  # fmt: skip
+        machine.flags = ["--node", name, "--socket", str(socket), "--dir", str(slots), "--listen", place.listen,
+                         *insecure, *self._daemon_flags]  # fmt: skip
         machine.daemon = self.start_daemon(machine)
         return machine
 
-    def start_daemon(self, machine: Machine) -> subprocess.Popen[bytes]:
+    def start_daemon(self, machine: Machine) -> Fork:
         """Starts or restarts a node's daemon; does not wait for it."""
-        return self._spawn(machine, machine.command, machine.log, {})
+        return self._fork(daemon_fork, machine, machine.flags, machine.log, {})
+
+    def daemon_process(self, machine: Machine) -> psutil.Process:
+        """Returns the process of a node's daemon, which must answer."""
+        number = ask(machine.address, "Status", pb.StatusRequest(), STATUS_S).pid
+        (daemon,) = [each for each in marked(self.mark(machine)) if _number_inside(each) == number]
+        return daemon
 
     def mark(self, machine: Machine) -> str:
         """Returns the mark of a node's processes."""
@@ -251,8 +258,11 @@ class Nodes:
         own = {NODE_MARK: self._mark(machine.name), "PYTHONPATH": path, **environment}
         return spawn(machine.living.enter(command), log, self.folder, own)
 
-    def _fork(self, machine: Machine, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Fork:
-        """Does what `_spawn` does with `python -m`, but with torch already imported."""
+    def _fork(
+        self, fork: Callable[..., Fork], machine: Machine, arguments: Sequence[str], log: Path,
+        environment: Mapping[str, str],
+    ) -> Fork:  # fmt: skip
+        """Does what `_spawn` does with `python -m`, but with the modules already imported."""
         marks = {NODE_MARK: self._mark(machine.name), clean_up.MARK: str(self.folder)}
         kept = {
             name: value
@@ -260,8 +270,12 @@ class Nodes:
             if not name.startswith(FOREIGN) and name not in FOREIGN_NAMES
         }
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
-        return agent_fork(
-            arguments, {**kept, **marks, "PYTHONPATH": path, **environment}, marks, log, machine.living.init
+        return fork(
+            arguments,
+            {**kept, **marks, "PYTHONPATH": path, **environment},
+            log,
+            marks=marks,
+            inside=machine.living.init,
         )
 
     # Jobs
@@ -326,7 +340,7 @@ class Nodes:
         if "LOGLEVEL" in environment:  # torch reads this variable when it is imported
             machine.agent = self._spawn(machine, command, log, environment)
         else:
-            machine.agent = self._fork(machine, command[2:], log, environment)
+            machine.agent = self._fork(agent_fork, machine, command[2:], log, environment)
         self._launch.agents.append(machine.agent)
         self._launch.logs.append(log)
 

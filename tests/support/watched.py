@@ -28,6 +28,7 @@ from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.agents import Agent
+from tests.support.daemon_forks import daemon_fork
 from tests.support.daemons import ROOT, until
 from tests.support.netns import INIT, Space, Switch
 
@@ -37,11 +38,10 @@ SETTLED_S = 60.0
 
 @dataclass
 class Host:
-    """One node: its namespaces, its daemon and its agent."""
+    """One node: its namespaces, the address of its daemon, and its agent."""
 
     place: Space
     address: str
-    daemon: subprocess.Popen[bytes]
     node: pb.Node = field(default_factory=pb.Node)
     agent: Agent | None = None
 
@@ -111,10 +111,21 @@ class Watched:
         log = self.folder / f"{name}.log"
         place = Space(self._switch, self._made, mount, partial(spawn, log=log, mark=self.folder, environment={}))
         socket = mount / "d.sock"
-        command = [sys.executable, "-m", "reft_daemon", "--node", name, "--socket", str(socket), "--dir", str(mount / "s"),
-                   "--listen", place.listen, "--insecure"]  # fmt: skip
-        daemon = spawn(place.enter(command), log, self.folder, {"PYTHONPATH": f"{ROOT}:{ROOT / 'daemon'}"})
-        return Host(place, f"unix:{place.seen(socket)}", daemon)
+        flags = [
+            "--node",
+            name,
+            "--socket",
+            str(socket),
+            "--dir",
+            str(mount / "s"),
+            "--listen",
+            place.listen,
+            "--insecure",
+        ]
+        marks = {clean_up.MARK: str(self.folder)}
+        environment = child_environment(**marks, PYTHONPATH=f"{ROOT}:{ROOT / 'daemon'}")
+        daemon_fork(flags, environment, log, marks=marks, inside=place.init)
+        return Host(place, f"unix:{place.seen(socket)}")
 
     def begin_round(self) -> None:
         """Begins a round of the living nodes on all agents.
