@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -165,18 +164,10 @@ class Run:
         return whole
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Callable[[Example], TrainingResult]:
-    """Yields a function that runs an example without reft, once for all tests."""
-    results: dict[str, TrainingResult] = {}
-
-    def of(example: Example) -> TrainingResult:
-        if example.name not in results:
-            run = Run(example, tmp_path_factory.mktemp("plain") / example.name, [])
-            results[example.name] = run.finish(run.start())
-        return results[example.name]
-
-    return of
+def run_plain(example: Example, folder: Path) -> None:
+    """Runs an example without reft."""
+    run = Run(example, folder, [])
+    run.finish(run.start())
 
 
 def check(example: Example, seed: int, plain: TrainingResult, site: Site, folder: Path) -> Run:

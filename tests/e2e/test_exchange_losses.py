@@ -26,13 +26,6 @@ FSDP2 = Example("fsdp2", 4, 1, True, steps=30)
 pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> TrainingResult:
-    """Returns the run without reft."""
-    run = Run(FSDP2, tmp_path_factory.mktemp("plain") / "fsdp2", [])
-    return run.finish(run.start())
-
-
 def no_ticket(*conditions: str) -> str:
     """Returns the failpoints with which no turn ends that meets one of the conditions."""
     return ",".join(f"turn.ticket:drop:{condition}" for condition in conditions)
@@ -104,7 +97,7 @@ def test_a_node_lost_before_a_step_is_protected_takes_the_job_back_to_the_guard(
     result = run.finish(run.start())
     assert guard < min(bases(result, 1)) and max(bases(result, 1)) < min(bases(result, 2))
     assert bases(result, 3) == [guard] * 4
-    assert compare(result, plain, FSDP2.steps).differences == []
+    assert compare(result, plain(FSDP2), FSDP2.steps).differences == []
     until(lambda: run.nodes[0].status("job").exchange.protected > guard, what="a protected step of the last epoch")
 
 

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,20 +72,16 @@ class Moment:
         return stop_at(self.point, rank=self.rank, step=self.step, after=self.after)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Yields a function that returns an undisturbed run without reft, by number of ranks."""
-    results: dict[int, TrainingResult] = {}
+@pytest.fixture
+def undisturbed(once):
+    """Returns a function: number of ranks → an undisturbed run without reft."""
 
-    def of(world: int) -> TrainingResult:
-        if world not in results:
-            records = tmp_path_factory.mktemp("plain")
-            ranks = PlainDemo(Spec("", steps=STEPS, options={"records": str(records)}), world)
-            assert ranks.wait(200) == [0] * world, ranks.errors()
-            results[world] = read_result(records, world)
-        return results[world]
+    def run(world: int, records: Path) -> None:
+        records.mkdir()
+        ranks = PlainDemo(Spec("", steps=STEPS, options={"records": str(records)}), world)
+        assert ranks.wait(200) == [0] * world, ranks.errors()
 
-    return of
+    return lambda world: read_result(once(f"demo-{world}", partial(run, world)), world)
 
 
 def assert_went_on(result: TrainingResult, lost_s: float, whole: int) -> None:
