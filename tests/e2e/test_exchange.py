@@ -7,8 +7,8 @@ snapshot   while its rank stands in the middle of a copy
 between    while no turn is under way, as far as the daemons say
 restore    while its rank stands in a restore, after another rank was killed
 
-make test    two moments of each example
-make chaos   eight more
+make test    two moments of each example, one after the other in one job
+make chaos   eight more, each in a job of its own
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import pytest
 
 from reft.cli.demo.records import TrainingResult, compare
-from tests.e2e.test_example_losses import Example, Run
+from tests.e2e.test_example_losses import Example
 from tests.support.netns import marked
 from tests.support.nodes import Machine, Nodes, stop_at
 
 STEPS = 60
+LATER = 10  # steps between two losses, so that a step of the new epoch is protected
 KINDS = ["turn", "snapshot", "between", "restore"]
 FSDP2, ZERO1 = Example("fsdp2", 4, 1, True, steps=STEPS), Example("zero1", 4, 1, True, steps=STEPS)
 each_example = pytest.mark.parametrize("example", [FSDP2, ZERO1], ids=["fsdp2", "zero1"])
@@ -51,26 +52,12 @@ class Moment:
         step = chance.randrange(8, 16) + (12 if kind == "turn" else 0)  # a mover is to be stopped before
         return cls(kind, chance.randrange(4), step, chance.randrange(3), chance.random() < 0.5)
 
-    @property
-    def failpoint(self) -> str:
+    def failpoint(self, losses: int) -> str:
+        """Returns the failpoint of a moment after so many losses, each of which began an epoch."""
         if self.kind == "restore":
-            return stop_at("restore.chunk", rank=self.rank, epoch=2)
-        point = "snapshot.chunk" if self.kind == "snapshot" else "snapshot.landed"
-        return stop_at(point, rank=self.rank, step=self.step, after=self.after if self.kind == "snapshot" else 0)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """Yields a function that returns an example's run without reft."""
-    results: dict[str, TrainingResult] = {}
-
-    def of(example: Example) -> TrainingResult:
-        if example.name not in results:
-            run = Run(example, tmp_path_factory.mktemp("plain") / example.name, [])
-            results[example.name] = run.finish(run.start())
-        return results[example.name]
-
-    return of
+            return stop_at("restore.chunk", rank=self.rank, epoch=losses + 2)
+        point, after = ("snapshot.chunk", self.after) if self.kind == "snapshot" else ("snapshot.landed", 0)
+        return stop_at(point, rank=self.rank, step=self.step, epoch=losses + 1, after=after)
 
 
 def movers(mark: str) -> list[psutil.Process]:
@@ -117,33 +104,39 @@ def in_turn(nodes: Nodes) -> bool:
     return any(status.exchange.turn >= 0 for status in nodes.statuses("job") if status.HasField("exchange"))
 
 
-def check(example: Example, seed: int, plain: TrainingResult) -> None:
-    """Loses a node at the moment of a seed; the job must end like an undisturbed one."""
-    moment = Moment.drawn(example, seed)
+def check(example: Example, plain: TrainingResult, *seeds: int) -> None:
+    """Loses a node at the moment of each seed, one after the other.
+
+    The job must end like an undisturbed one.
+    """
+    drawn = [Moment.drawn(example, seed) for seed in seeds]
+    moments = [replace(moment, step=moment.step + LATER * i) for i, moment in enumerate(drawn)]
     with Nodes(example.nodes, example.per_node) as nodes:
-        nodes.note(f"seed {seed}: {moment}")
+        nodes.note(f"seeds {seeds}: {moments}")
         nodes.launch(
-            "job", example.steps, script=["tests.support.recorded"], failpoints=moment.failpoint, fails_later=False,
+            "job", example.steps, script=["tests.support.recorded"],
+            failpoints=",".join(moment.failpoint(i) for i, moment in enumerate(moments)), fails_later=len(moments) > 1,
             arguments=["--example", example.name, "--seal-at", "3"],
         )  # fmt: skip
-        lost_s, protected = lose_at(nodes, moment)
+        losses = [lose_at(nodes, moment) for moment in moments]
         result = nodes.await_end()
-    bases = {
-        next(each.base for each in attempts if each.started_s > lost_s and each.steps)
-        for attempts in result.attempts.values()
-    }
-    assert len(bases) == 1 and min(bases) >= protected >= 0, (bases, protected)
+    for lost_s, protected in losses:
+        bases = {
+            next(each.base for each in attempts if each.started_s > lost_s and each.steps)
+            for attempts in result.attempts.values()
+        }
+        assert len(bases) == 1 and min(bases) >= protected >= 0, (bases, protected)
     assert compare(result, plain, example.steps).differences == []
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @each_example
-def test_a_lost_node_takes_the_job_back_to_the_protected_step(example, seed, plain):
-    check(example, seed, plain(example))
+def test_a_lost_node_takes_the_job_back_to_the_protected_step(example, plain):
+    """A node is lost during a copy, and then another one in a turn."""
+    check(example, plain(example), 1, 0)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(2, 10))
 @each_example
 def test_a_lost_node_at_other_moments(example, seed, plain):
-    check(example, seed, plain(example))
+    check(example, plain(example), seed)
