@@ -16,7 +16,6 @@ from reft.client.restore.restore import Restore
 from reft.client.restore.same_shape import match_same_shape
 from reft.client.state.tensors import leaf_of
 from reft.core.commit.slots import SlotState
-from reft.core.layout.cells import INLINE_BYTES_MAX
 from reft.core.layout.layout import Layout
 from reft.core.recovery.plan import TransferSizes
 from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan
@@ -36,13 +35,14 @@ from tests.support.shards import (
 )
 
 CHUNK, SLOTS = 4096, 4
-LEAST = INLINE_BYTES_MAX // 4 + 1  # elements of float32 that don't fit into a capsule
+INLINE = 64 << 10  # a quarter of the product's limit, so that a test loads less
+LEAST = INLINE // 4 + 1  # elements of float32 that don't fit into a capsule
 SMALL = TransferSizes(piece=4 * CHUNK, band=16 * CHUNK, window=16 * CHUNK, ahead=8 * CHUNK)
 
 
-def state(rank: int, has_replicas: bool = True) -> Tensors:
-    """Returns replicas, and leaves of this rank only, of another size on each rank."""
-    own = {f"own{rank}.{i}": random((LEAST + 1777 * rank + i,), torch.float32, 10 * rank + i) for i in range(2)}
+def state(rank: int, has_replicas: bool = True, leaves: int = 2) -> Tensors:
+    """Returns replicas, and so many leaves of this rank only, of another size on each rank."""
+    own = {f"own{rank}.{i}": random((LEAST + 1777 * rank + i,), torch.float32, 10 * rank + i) for i in range(leaves)}
     return own | ({"w": random((5003,), torch.float32, 1)} if has_replicas else {})
 
 
@@ -64,7 +64,7 @@ class GuardedJob:
         scheme: str = "auto",
     ) -> None:
         self.D, self.states = D, states or [state(rank) for rank in range(D)]
-        self.placement = placed(self.states, range(D), scheme, f, CHUNK, SLOTS)
+        self.placement = placed(self.states, range(D), scheme, f, CHUNK, SLOTS, INLINE)
         self.absent = absent
         zeros = [{n: torch.zeros_like(t) if n in absent else t for n, t in each.items()} for each in self.states]
         self.slots = [make_slot(self.placement, rank, zeros[rank]) for rank in range(D)]

@@ -16,6 +16,7 @@ from reft.client.restore.restore import inline_leaves, slot_bytes
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.verify import PeerMessages, chunk_verifier
+from reft.core.layout.cells import INLINE_BYTES_MAX
 from reft.core.layout.layout import pack
 from reft.core.recovery.gather import group_lanes, undecodable
 from reft.core.recovery.plan import SlotReaders, TransferPlan, TransferSizes, is_made
@@ -32,10 +33,11 @@ class Move:
     """The state of a job of one shape, to restore into another shape."""
 
     def __init__(self, whole: Tensors, old: Shape, new: Shape, domains: Sequence[int], scheme: str = "auto",
-                 tolerate: int | None = 1, own: Sequence[str] = (), slots: int = 0) -> None:  # fmt: skip
+                 tolerate: int | None = 1, own: Sequence[str] = (), slots: int = 0,
+                 inline_bytes_max: int = INLINE_BYTES_MAX) -> None:  # fmt: skip
         self.whole, self.old, self.new, self.domains = whole, old, new, domains
         self.before, tensors = old.states(whole)
-        self.placement = placement_for(self.before, domains, scheme, tolerate, CHUNK, own, slots)
+        self.placement = placement_for(self.before, domains, scheme, tolerate, CHUNK, own, slots, inline_bytes_max)
         self.slots = [make_slot(self.placement, rank, tensors[rank]) for rank in range(old.world)]
         guarded = [rank for lane in self.placement.guard_lanes for rank in lane.members]
         self.parity = {rank: make_parity(self.placement, rank, self.slots) for rank in guarded}

@@ -81,7 +81,7 @@ class Shape:
 
 def placement_for(
     leaves: Sequence[Sequence[Leaf]], domains: Sequence[int], scheme: Any, tolerate: int | None, chunk_bytes: int,
-    own: Sequence[str] = (), slots: int = 0,
+    own: Sequence[str] = (), slots: int = 0, inline_bytes_max: int = INLINE_BYTES_MAX,
 ) -> Placement:  # fmt: skip
     """Returns the placement of a job whose ranks have these leaves.
 
@@ -89,6 +89,7 @@ def placement_for(
         leaves: the leaves of each rank.
         own: names of mismatched leaves, which stay unreplicated.
         slots: of each rank; from four on, unreplicated leaves are exchanged.
+        inline_bytes_max: the most bytes of a rank's leaves that travel in its capsule.
     """
     layouts: dict[bytes, Layout] = {}
     index = []
@@ -96,8 +97,8 @@ def placement_for(
         layout = pack(each)
         layouts[layout.digest] = layout
         index.append(layout.digest)
-    inline_bytes_max = INLINE_BYTES_MAX if len(set(domains)) > 1 else 0
-    return place(divide(layouts, index, own, inline_bytes_max), domains, scheme, tolerate, chunk_bytes, slots)
+    division = divide(layouts, index, own, inline_bytes_max if len(set(domains)) > 1 else 0)
+    return place(division, domains, scheme, tolerate, chunk_bytes, slots)
 
 
 def whole_state(rng: random.Random, count: int, elements: int) -> Tensors:

@@ -18,7 +18,7 @@ from reft.client.state.tensors import flat_bytes, leaf_of
 from reft.core.coding.erasure import encode_program, run
 from reft.core.coding.placement import Lane, Placement, place
 from reft.core.commit.version import Epoch, Version
-from reft.core.layout.cells import divide
+from reft.core.layout.cells import INLINE_BYTES_MAX, divide
 from reft.core.layout.layout import Layout, pack
 from reft.errors import RestoreError
 from reft.wire.messages import table_to
@@ -43,6 +43,7 @@ def placed(
     tolerate: int | None,
     chunk_bytes: int,
     slots: int = 0,
+    inline_bytes_max: int = INLINE_BYTES_MAX,
 ) -> Placement:
     """Returns the placement of a job whose ranks have these tensors, and so many slots."""
     layouts: dict[bytes, Layout] = {}
@@ -51,7 +52,8 @@ def placed(
         layout = pack(leaf_of(name, tensor, False) for name, tensor in tensors.items())
         layouts[layout.digest] = layout
         layout_of.append(layout.digest)
-    return place(divide(layouts, layout_of), domains, scheme, tolerate, chunk_bytes, slots)
+    division = divide(layouts, layout_of, inline_bytes_max=inline_bytes_max)
+    return place(division, domains, scheme, tolerate, chunk_bytes, slots)
 
 
 def slot_data(placement: Placement, rank: int, tensors: Tensors) -> np.ndarray:

@@ -20,7 +20,7 @@ from reft.core.recovery.plan import TransferSizes
 from reft.errors import FormatError
 from reft.wire.capsule_format import NO_NAMES
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.support.guarded import CHUNK, LEAST, SLOTS, SMALL, GuardedJob, state
+from tests.support.guarded import CHUNK, INLINE, LEAST, SLOTS, SMALL, GuardedJob, state
 from tests.support.shards import (
     Postbox,
     make_parity,
@@ -58,7 +58,7 @@ def test_ranks_that_moved_and_nodes_without_ranks_change_nothing():
 
 def test_lanes_of_several_ranks_a_node_lose_one_member_each():
     job = GuardedJob(6)
-    job.placement = placed(job.states, [rank // 2 for rank in range(6)], "auto", 1, CHUNK, SLOTS)
+    job.placement = placed(job.states, [rank // 2 for rank in range(6)], "auto", 1, CHUNK, SLOTS, INLINE)
     job.slots = [make_slot(job.placement, rank, job.states[rank]) for rank in range(6)]
     job.parity = {rank: make_parity(job.placement, rank, job.slots) for rank in range(6)}
     job.digests = [slot.digests[: slot.chunks].tobytes() for slot in job.slots]
@@ -192,15 +192,23 @@ def test_both_ranks_of_a_pair_post_messages_in_the_same_order(lost):
 # Lanes that survive several lost members
 
 
-@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(3, 8) for f in (2, 3) if f < D])
-def test_every_loss_of_f_ranks_is_decoded(D, f):
-    """In wide lanes only some of the losses of f ranks."""
-    job = GuardedJob(D, [state(rank, has_replicas=False) for rank in range(D)], f=f)
+LANES = [(D, f) for D in range(3, 8) for f in (2, 3) if f < D]
+
+
+@pytest.mark.parametrize(
+    ("D", "f", "most"),
+    [
+        *(pytest.param(D, f, 8, id=f"{D}-{f}") for D, f in LANES),
+        *(pytest.param(D, f, 63, id=f"{D}-{f}-all", marks=pytest.mark.soak) for D, f in LANES if D > 3),
+    ],
+)
+def test_every_loss_of_f_ranks_is_decoded(D, f, most):
+    """In wide lanes `make test` loads only some of the losses of f ranks."""
+    job = GuardedJob(D, [state(rank, has_replicas=False, leaves=1) for rank in range(D)], f=f)
     (lane,) = job.placement.guard_lanes
     assert (lane.f, lane.D) == (f, D) and lane.blocks > 1
     losses = [lost for count in range(1, f + 1) for lost in itertools.combinations(range(D), count)]
-    some = losses if D < 6 else Random(f"{D} {f}").sample(losses, 8)
-    for lost in some:
+    for lost in losses if len(losses) <= most else Random(f"{D} {f}").sample(losses, most):
         assert job.load(lost) == [LoadReport()] * D, f"lost {lost}"
         assert job.is_whole(), f"lost {lost}"
 

@@ -135,7 +135,10 @@ def reshaped(D: int, f: int, scheme: str) -> Move:
 
 
 @pytest.mark.parametrize("scheme", ["aec", "arc"])
-@pytest.mark.parametrize(("D", "f"), [(D, f) for D in range(2, 9) for f in range(1, min(D, 4))])
+@pytest.mark.parametrize(
+    ("D", "f"),
+    [pytest.param(D, f, marks=pytest.mark.soak if D > 6 else ()) for D in range(2, 9) for f in range(1, min(D, 4))],
+)
 def test_every_tolerated_loss_is_restored_and_every_other_is_refused(D, f, scheme):
     move = reshaped(D, f, scheme)
     for count in range(f + 2):
@@ -150,15 +153,20 @@ def test_every_tolerated_loss_is_restored_and_every_other_is_refused(D, f, schem
 
 
 LARGE = {
-    "w": torch.arange(1201 * 330, dtype=torch.float32).reshape(1201, 330).add(0.5),
-    "v": torch.arange(160_011).to(torch.bfloat16),
+    "w": torch.arange(601 * 165, dtype=torch.float32).reshape(601, 165).add(0.5),
+    "v": torch.arange(40_003).to(torch.bfloat16),
 }
+
+
+def guarded(D: int, new: int, f: int = 1) -> Move:
+    """Returns the move of D shards, too large for capsules, to shards on other ranks."""
+    return Move(LARGE, rows(D), rows(new), range(D), tolerate=f, slots=4, inline_bytes_max=64 << 10)
 
 
 @pytest.mark.parametrize("D", range(2, 7))
 @pytest.mark.parametrize("new", [1, 2, 5])
 def test_lost_shards_without_replicas_are_decoded_from_guard_lanes(D, new):
-    move = Move(LARGE, rows(D), rows(new), range(D), slots=4)
+    move = guarded(D, new)
     assert not move.placement.lanes and len(move.placement.guard_lanes) == 1
     for lost in range(D):
         assert move.can_lose([lost])
@@ -167,7 +175,7 @@ def test_lost_shards_without_replicas_are_decoded_from_guard_lanes(D, new):
 
 
 def test_sections_are_refused_by_name_if_two_members_are_lost():
-    move = Move(LARGE, rows(3), rows(2), range(3), slots=4)
+    move = guarded(3, 2)
     assert not move.can_lose([0, 2])
     results = move.load([0, 2], box=Postbox(deadline_s=5.0))
     assert all(isinstance(result, ValueError) for result in results)
@@ -176,7 +184,7 @@ def test_sections_are_refused_by_name_if_two_members_are_lost():
 
 @pytest.mark.parametrize(("D", "f", "new"), [(3, 2, 2), (5, 2, 3), (6, 2, 1), (5, 3, 2), (7, 3, 4)])
 def test_several_lost_shards_without_replicas_are_decoded(D, f, new):
-    move = Move(LARGE, rows(D), rows(new), range(D), tolerate=f, slots=4)
+    move = guarded(D, new, f)
     assert [lane.f for lane in move.placement.guard_lanes] == [f] and not move.placement.lanes
     losses = list(itertools.combinations(range(D), f))
     assert not move.can_lose(range(f + 1))
@@ -187,10 +195,10 @@ def test_several_lost_shards_without_replicas_are_decoded(D, f, new):
 
 
 def test_damage_of_the_sources_of_a_lost_section_is_found():
-    move = Move(LARGE, rows(3), rows(2), range(3), slots=4)
+    move = guarded(3, 2)
     move.parity[1].data[9] ^= 1
     assert damaged_at_load(move.load([0]), False) == (3 + 1,)
-    move = Move(LARGE, rows(3), rows(2), range(3), slots=4)
+    move = guarded(3, 2)
     move.slots[2].data[move.placement.rank_placement(2).unreplicated_offset] ^= 1
     assert damaged_at_load(move.load([0]), False) == (2,)
     assert damaged_at_load(move.load([1]), False) == (2,)
