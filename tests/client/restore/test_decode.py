@@ -15,7 +15,7 @@ from reft.client.restore.executor import NO_RANK
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from tests.support.loads import CLEAN, Job, blank, every_loss, few, mixed, random
-from tests.support.shards import alike
+from tests.support.shards import Postbox, alike
 from tests.support.streams import Inline, Late
 
 SCRATCH = 64 << 10
@@ -165,7 +165,8 @@ def test_wrong_digests_of_a_lost_slot_are_faults():
 
 
 def test_a_scratch_too_small_for_a_column_is_refused():
-    results = OnDevice((Inline, "cpu"), 3, "aec", 1, scratch=128).load((1,))
+    box = Postbox(deadline_s=5.0)  # the other ranks wait so long for the keeper, which has failed
+    results = OnDevice((Inline, "cpu"), 3, "aec", 1, scratch=128).load((1,), box=box)
     assert "REFT_PARITY_SCRATCH_BYTES" in str(results[1]), "the keeper decodes"
 
 
