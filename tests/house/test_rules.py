@@ -1,8 +1,9 @@
 """House rules. Each rule is a function of text; tests show that each finds its violations."""
 
 import ast
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,25 @@ UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
-def dotted(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yields every imported name, and every a.b that is used, with its line."""
-    for node in ast.walk(tree):
+# All rules look at one file before the next, so the newest text is enough.
+@functools.lru_cache(maxsize=1)
+def nodes(text: str) -> list[ast.AST]:
+    """Returns the syntax tree of a file, node by node."""
+    return list(ast.walk(ast.parse(text)))
+
+
+@functools.lru_cache(maxsize=1)
+def dotted(text: str) -> list[tuple[str, int]]:
+    """Returns every imported name, and every a.b that is used, with its line."""
+    found: list[tuple[str, int]] = []
+    for node in nodes(text):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from ((f"{node.module or ''}.{alias.name}", node.lineno) for alias in node.names)
+            found += ((f"{node.module or ''}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
-            yield ast.unparse(node), node.lineno
+            found.append((ast.unparse(node), node.lineno))
+    return found
 
 
 def length(text: str) -> list[str]:
@@ -63,7 +74,7 @@ def length(text: str) -> list[str]:
 
 def functions(text: str) -> list[str]:
     violations = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MOST_LINES_A_FUNCTION:
@@ -74,7 +85,7 @@ def functions(text: str) -> list[str]:
 def first_sentence(text: str) -> list[str]:
     """Finds docstrings whose first sentence is long, or runs on into a second line."""
     violations = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         docstring = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
         if not docstring:
             continue
@@ -93,14 +104,13 @@ def dangerous(text: str) -> list[str]:
 
     Also finds multiprocessing.shared_memory: its tracker unlinks segments that others still use.
     """
-    tree = ast.parse(text)
     violations = []
-    for name, line in dotted(tree):
+    for name, line in dotted(text):
         if name.partition(".")[0] in UNPICKLERS or name == "torch.load":
             violations.append(f"{line}: {name} runs what it reads")
         if name.startswith("multiprocessing.shared_memory"):
             violations.append(f"{line}: {name}: its tracker unlinks segments that others still use")
-    for node in ast.walk(tree):
+    for node in nodes(text):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
             violations.append(f"{node.lineno}: {node.func.id}")
         if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
@@ -112,9 +122,8 @@ def vetoed(text: str) -> list[str]:
     """Finds stack frames, executable memory, and addresses of torch's own objects."""
     names = {"_getframe", "_current_frames", "PROT_EXEC", "_cdata"}
     strings = re.compile(r"_cdata|PROT_EXEC|_getframe")
-    tree = ast.parse(text)
-    violations = [f"{line}: {name}" for name, line in dotted(tree) if name.rpartition(".")[2] in names]
-    for node in ast.walk(tree):
+    violations = [f"{line}: {name}" for name, line in dotted(text) if name.rpartition(".")[2] in names]
+    for node in nodes(text):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and strings.fullmatch(node.value):
             violations.append(f"{node.lineno}: {node.value}")
     return violations
@@ -122,16 +131,16 @@ def vetoed(text: str) -> list[str]:
 
 def environment(text: str) -> list[str]:
     names = {f"os.{name}" for name in ENVIRONMENT}
-    return [f"{line}: {name}: ask reft.config" for name, line in dotted(ast.parse(text)) if name in names]
+    return [f"{line}: {name}: ask reft.config" for name, line in dotted(text) if name in names]
 
 
 def sleeps(text: str) -> list[str]:
-    lines = [line for name, line in dotted(ast.parse(text)) if name == "time.sleep"]
+    lines = [line for name, line in dotted(text) if name == "time.sleep"]
     return [f"{line}: a test waits for an event, not for a time" for line in lines]
 
 
 def asserts(text: str) -> list[str]:
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.raises"):
             return []
     return ["asserts nothing"]
