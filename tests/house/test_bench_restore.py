@@ -108,12 +108,10 @@ def test_a_block_without_a_restore_is_refused():
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "names"),
-    [
-        ("2-ranks", ["2 ranks, 10 MB"]),
-        pytest.param("1-rank,lost-node", ["1 rank, 10 MB", "a lost node, 10 MB"], marks=pytest.mark.slow),
-    ],
+    [("2-ranks", ["2 ranks, 10 MB"]), ("1-rank,lost-node", ["1 rank, 10 MB", "a lost node, 10 MB"])],
 )
 def test_the_bench_of_a_restore_runs(cases, names, tmp_path):
     """All ways bring back every byte; whether goals are met is not tested."""
