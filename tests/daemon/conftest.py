@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.daemons import DaemonProcess
 from tests.support.jobs import Trainer
+from tests.support.limits import cramped_daemon
 
 
 @pytest.fixture
@@ -38,20 +34,5 @@ def start() -> Iterator[Callable[..., DaemonProcess]]:
 @pytest.fixture
 def cramped() -> Iterator[DaemonProcess]:
     """A daemon whose folder has space for its records, but not for a slot."""
-    folder = Path(tempfile.mkdtemp(prefix="reft-test-"))
-    if (
-        os.getuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "reft-test", folder], check=False).returncode
-    ):
-        folder.rmdir()
-        pytest.skip("mounting a small tmpfs needs root")
-    folder.chmod(0o700)
-    process = None
-    try:
-        process = DaemonProcess(folder=folder)
+    with cramped_daemon("1m") as process:
         yield process
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-        if process:
-            process.close()
-        shutil.rmtree(folder, ignore_errors=True)

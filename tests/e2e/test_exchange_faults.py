@@ -7,13 +7,8 @@ leaf has a replica. Each test ends with a lost node: the parity that was made is
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import signal
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +18,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from tests.e2e.test_total_loss import asked
 from tests.support.daemons import DaemonProcess, Site, until, vanish
 from tests.support.equality import assert_equal
+from tests.support.limits import cramped_daemon
 from tests.support.trainers import Spec, Trainers, run
 
 STEPS = 60
@@ -192,21 +188,8 @@ def test_attach_refuses_a_node_without_memory_for_its_parity(site):
 @pytest.fixture
 def cramped() -> Iterator[DaemonProcess]:
     """A node whose folder has space for its records, but not for a slot: all slots are memfds."""
-    folder = Path(tempfile.mkdtemp(prefix="reft-test-"))
-    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "reft-test", folder]
-    if os.getuid() or subprocess.run(command, check=False).returncode:
-        folder.rmdir()
-        pytest.skip("mounting a small tmpfs needs root")
-    folder.chmod(0o700)
-    process = None
-    try:
-        process = DaemonProcess("--listen", "127.0.0.1:0", folder=folder)
+    with cramped_daemon("512k", "--listen", "127.0.0.1:0") as process:
         yield process
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-        if process:
-            process.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_parity_in_memfds_ends_with_its_daemon_and_is_made_again(site, cramped, plain):

@@ -7,7 +7,6 @@ with replicas: no mover runs, no parity is kept, and there are three slots, as w
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from tests.e2e.test_example_losses import DEADLINE_S, Example, Run
 from tests.e2e.test_traffic import BEAT_FRAMES, sent_by
 from tests.support.daemons import DaemonProcess, until
+from tests.support.limits import own_network
 from tests.support.trainers import Spec, Trainers
 
 D, WIDTH = 4, 512
@@ -33,17 +33,8 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture
 def network() -> Iterator[str]:
     """Yields a network namespace in which nothing else runs."""
-    keeper = subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", "ip link set lo up && echo ready && exec cat"], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        if keeper.stdout.readline() != "ready\n":
-            pytest.skip(f"network namespaces can't be made here: {keeper.communicate()[1]}")
-        yield f"/proc/{keeper.pid}/ns/net"
-    finally:
-        keeper.kill()
-        keeper.communicate()
+    with own_network() as path:
+        yield path
 
 
 def network_bytes(daemon: DaemonProcess) -> int:

@@ -23,6 +23,7 @@ from reft.errors import ConfigError
 from tests.e2e.test_daemon_faults import STEPS, check_two_nodes
 from tests.support.daemons import ROOT, DaemonProcess, until
 from tests.support.equality import assert_equal
+from tests.support.limits import own_network
 from tests.support.trainers import Spec, Trainers, run
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts, cgroups and namespaces need root")
@@ -133,18 +134,8 @@ def test_a_memlock_limit_does_not_matter(daemon):
 @pytest.fixture
 def network() -> Iterator[str]:
     """Yields a network namespace whose kernel refuses IPv6."""
-    script = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; ip link set lo up && echo ready && exec cat"
-    keeper = subprocess.Popen(
-        ["unshare", "--net", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    try:
-        if keeper.stdout.readline() != "ready\n":
-            pytest.skip(f"network namespaces can't be made here: {keeper.communicate()[1]}")
-        yield f"/proc/{keeper.pid}/ns/net"
-    finally:
-        keeper.kill()
-        keeper.communicate()
+    with own_network("echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6") as path:
+        yield path
 
 
 @needs_root

@@ -6,26 +6,17 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 from reft.integrations.deepspeed import attach
+from tests.support.batches import Batches
 
 
-class Data:
-    """Endless micro-batches, as an iterator with a state."""
-
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(0)
+class Data(Batches):
+    """Micro-batches in bf16, as an iterator."""
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        x = torch.randn(4, 16, generator=self.generator)
-        return x.bfloat16(), x.sum(1, keepdim=True).sin().bfloat16()
-
-    def state_dict(self):
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state):
-        self.generator.set_state(state["generator"])
+        return tuple(each.bfloat16() for each in self.next())
 
 
 def loss_of(outputs, targets):
@@ -45,7 +36,7 @@ optimizer = torch.optim.AdamW(parameters, lr=1e-2)
 engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
 losses = []
-data = Data()
+data = Data(4)
 session = attach(engine, state={"data": data})
 for step in session.steps(30):
     losses.append((step, engine.train_batch(data).item()))

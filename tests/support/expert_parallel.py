@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 import reft
+from tests.support.batches import Batches
 
 WIDTH, INNER, OF_A_RANK = 64, 256, 2
 
@@ -57,23 +58,6 @@ class Mixture(nn.Module):
         return self.head(x + weight[:, None] * self.experts(nn.functional.dropout(x, 0.1), expert))
 
 
-class Data:
-    """Batches that continue after a restart, by state_dict and load_state_dict."""
-
-    def __init__(self, seed):
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def next(self):
-        x = torch.randn(32, 16, generator=self.generator)
-        return x, x.sum(1, keepdim=True).sin()
-
-    def state_dict(self):
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state):
-        self.generator.set_state(state["generator"])
-
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30)
 steps = parser.parse_args().steps
@@ -85,7 +69,7 @@ model = Mixture(rank, world)
 torch.manual_seed(1 + rank)  # dropout differs between ranks
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-data = Data(seed=rank)
+data = Batches(32, seed=rank)
 
 losses = []
 session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})
