@@ -28,7 +28,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
@@ -53,6 +53,7 @@ from reft_daemon.mover.range_protocol import FRAME_S, RangeStatus
 from reft_daemon.peers.round_replicator import PeerChannels, reason_of
 
 log = logging.getLogger("reft.daemon")
+Result = TypeVar("Result")
 HOLD_S: Final = 60.0  # from the beginning of an attach to its decision, at most
 PATIENCE_S: Final = 30.0  # without a folded range
 RETRY_S: Final = 0.3
@@ -114,7 +115,7 @@ class TurnService:
         # job → the turn that another one of the same step may follow, and when
         self._retries: dict[str, tuple[tuple[Epoch, int], asyncio.TimerHandle]] = {}
         self._held: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     # What the registry and the services call
 
@@ -276,13 +277,13 @@ class TurnService:
         if name in self._retries:
             self._retries.pop(name)[1].cancel()
 
-    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
         return task
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a turn has failed", exc_info=error)
@@ -459,8 +460,10 @@ def _buffer_of(job: JobRecord, local: LocalLane, version: Version) -> SlotFile:
     for slot in slots:
         header = header_of(job.id, slot)
         # Parity of the kept version that is not sealed is worth nothing: it is begun anew.
-        is_torn = header is None or (header.version == kept and header.state is not SlotState.SEALED)
-        held.append(None if is_torn else header.version)
+        if header is None or (header.version == kept and header.state is not SlotState.SEALED):
+            held.append(None)
+        else:
+            held.append(header.version)
     index = choose_buffer(held, kept, version)
     if index is None:
         raise LaneUnguardable(f"the parity slots of rank {local.rank} hold newer parity than {version}.")
