@@ -27,9 +27,9 @@ Invariants
      now. A rank's slot may be found on any node.
   6. The plan never uses what the round announced.
   7. One more slot, capsule or parity slot never gives an older base.
-  8. The guard is the newest version, not newer than the base, that the loss of any node leaves
-     restorable. All its parity is there, so any f nodes may be lost. It may be older than the base:
-     parity is made after the step.
+  8. The guard is the newest version, not newer than the base, that the loss of any one node more
+     leaves restorable. If nothing of it is lost, any f nodes may be lost. It may be older than the
+     base: parity is made after the step.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from reft.core.coding.exchange import GuardLane
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision, counts
 from reft.core.commit.slots import SlotState
@@ -283,41 +284,55 @@ def _parity_of(sections: Iterable[int], evidence: _Evidence, placement: Placemen
 
 
 def _is_guarded(evidence: _Evidence, placement: Placement) -> bool:
-    """Whether any node may be lost, but for state that is exposed.
+    """Whether any one node more may be lost, but for state that is exposed.
 
-    Every rank has its slot, and a capsule on another node. Every guard lane has its parity, and no
-    two members of a lane share a node.
+    With f > 1 this may hold although nodes were lost: up to f - 1 members of a lane.
     """
     slots, parity = evidence.slots, evidence.parity(placement)
-    coded = {lane.members for lane in placement.lanes if lane.code.f}
-    if not (coded or placement.guard_lanes) or any(rank not in slots for rank in range(len(placement.domains))):
+    ranks = range(len(placement.domains))
+    coded = {(lane.members, lane.code.f) for lane in placement.lanes}
+    if not (any(f for _, f in coded) or placement.guard_lanes):
         return False
     return (
-        all(_is_replaceable(rank, evidence, placement) for rank in range(len(placement.domains)))
-        and all(len({slots[rank].node for rank in members}) == len(members) for members in coded)
-        and all(_has_parity_apart(lane.members, slots, parity) for lane in placement.guard_lanes)
+        all(_is_replaceable(rank, evidence, placement) for rank in ranks)
+        and all(_survives_another(members, f, slots) for members, f in coded)
+        and all(_gives_back_another(lane, slots, parity) for lane in placement.guard_lanes)
     )
 
 
 def _is_replaceable(rank: int, evidence: _Evidence, placement: Placement) -> bool:
-    """Whether a capsule on another node, and its guard lane, replace a rank's slot.
+    """Whether a rank's part comes back without any one node, given its lanes.
 
-    A rank without a guard lane is exposed, while others have one.
+    Either a capsule lies on another node than the rank's slot, or capsules lie on two nodes. A rank
+    with a slot but without a guard lane is exposed, while others have one.
     """
-    is_exposed = bool(placement.guard_lanes) and placement.guard_lane_of(rank) is None
-    return any(
-        not copy.unreplicated_bytes or is_exposed or lane_partners(placement, rank, copy.unreplicated_bytes)
+    slot = evidence.slots.get(rank)
+    is_exposed = slot is not None and bool(placement.guard_lanes) and placement.guard_lane_of(rank) is None
+    nodes = {
+        copy.node
         for copy in evidence.copies_of.get(rank, ())
-        if copy.node != evidence.slots[rank].node
-    )
+        if not copy.unreplicated_bytes or is_exposed or lane_partners(placement, rank, copy.unreplicated_bytes)
+    }
+    return len(nodes) > 1 if slot is None else bool(nodes - {slot.node})
 
 
-def _has_parity_apart(members: Sequence[int], slots: Mapping[int, HeldSlot], parity: Mapping[int, HeldParity]) -> bool:
-    """Whether all members have parity, and no two members share a node."""
-    if any(rank not in parity for rank in members):
+def _survives_another(members: Sequence[int], f: int, slots: Mapping[int, HeldSlot]) -> bool:
+    """Whether a lane of a cell can be decoded without any one node; without f nothing may lack."""
+    nodes = [slots[rank].node for rank in members if rank in slots]
+    lost = len(members) - len(nodes)
+    return lost + 1 <= f and len(set(nodes)) == len(nodes) if f else not lost
+
+
+def _gives_back_another(lane: GuardLane, slots: Mapping[int, HeldSlot], parity: Mapping[int, HeldParity]) -> bool:
+    """Whether a guard lane gives back all lost members without any one node."""
+    nodes = [{held[rank].node for held in (slots, parity) if rank in held} for rank in lane.members]
+    if len(set().union(*nodes)) != sum(map(len, nodes)):
         return False
-    nodes = [{slots[rank].node, parity[rank].node} for rank in members]
-    return len(set().union(*nodes)) == sum(map(len, nodes))
+    for member in lane.members:
+        left, holders = slots.keys() - {member}, parity.keys() - {member}
+        if not all(lane.gives_back(rank, left, holders) for rank in lane.members if rank not in left):
+            return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -465,7 +465,8 @@ def test_any_f_lost_nodes_of_an_exchange_are_survived_and_f_plus_one_are_refused
             parities = parity(placement, 1, lost=lost)
             found = recovery.plan(slots, copies, {ONE: placement}, FRESH, parity=parities)
             if count <= f:
-                assert found.base == at(1) and found.sections == lost and found.guard is None
+                assert found.base == at(1) and found.sections == lost
+                assert found.guard == (at(1) if count < f else None), "any one node more"
                 assert found.parity == {each.rank: each for each in parities}
                 assert found.numbers(D) == {*found.sources, *(D + each.rank for each in parities)}
             elif found.partial[-1].unreplicated:
@@ -559,6 +560,40 @@ def test_the_guard_is_the_newest_version_that_survives_any_node():
     assert guard(placement, together, copies, parities) is None, "two members on one node"
     moved = [replace(each, node="n0") if each.rank == 1 else each for each in parities]
     assert guard(placement, slots, copies, moved) is None, "parity on the node of another member"
+
+
+@pytest.mark.parametrize(("D", "f"), [(3, 1), (3, 2), (4, 2), (5, 2), (5, 3)])
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_the_guard_is_what_recovery_finds_without_any_one_node_more(D, f, is_exchanged):
+    """All sets of lost nodes; beside them a slot, parity or a capsule is gone."""
+    placement = guarded(D, f) if is_exchanged else placed(range(D), f, "aec")
+
+    def found(lost: Collection[int], gone: tuple[str, int]) -> recovery.RecoveryPlan:
+        slots, copies = ring(placement, f, lost=lost, kept=OWN if is_exchanged else 0)
+        parities = parity(placement, 1, lost=lost) if is_exchanged else []
+        left = [
+            [each for each in kind if gone != (name, each.rank)]
+            for name, kind in (("slot", slots), ("parity", parities))
+        ]
+        copies = [each for each in copies if gone != ("capsule", each.rank) or each.node != f"n{(each.rank + 1) % D}"]
+        return recovery.plan(left[0], copies, {ONE: placement}, FRESH, parity=left[1])
+
+    things = ("", 0), *itertools.product(("slot", "parity", "capsule"), range(D))
+    for count, gone in itertools.product(range(f + 1), things):
+        for lost in itertools.combinations(range(D), count):
+            survives = all(found({*lost, node}, gone).base == at(1) for node in range(D) if node not in lost)
+            assert found(lost, gone).guard == (at(1) if survives else None), (lost, gone)
+
+
+def test_a_guard_older_than_the_base_survives_a_lost_node_if_it_may_lose_another():
+    """A process died after step 2; then a node is lost, before anything is protected again."""
+    placement = guarded(4, 2)
+    slots, copies, parities = exchanged(placement, lost=[3])
+    copies += ring(placement, 2, 1, [3], OWN)[1]
+    newer = parity(placement, 2, lost=[3])
+    found = recovery.plan(slots, copies, {ONE: placement}, FRESH, parity=[*parities, *newer[:2]])
+    assert (found.base, found.guard) == (at(2), at(1))
+    assert guard(guarded(4), *exchanged(guarded(4), lost=[3])) is None, "f = 1: no further node"
 
 
 def test_the_guard_is_never_newer_than_the_base_and_is_carried_over_attaches():
