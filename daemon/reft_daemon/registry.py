@@ -181,7 +181,7 @@ class Registry:
                 f"this daemon holds job {name} with another token.",
                 "choose another name, or free the old job with reft-cli purge",
             )
-        epochs.decide(job, request, placement.holders, placement)
+        epochs.decide(job, request, placement)
         if name in self._replicators:
             self._replicators.pop(name).close()
         self._start_replicator(job)

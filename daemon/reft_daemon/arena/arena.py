@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from reft.core.budget import MemoryLimit, refusal
 from reft.core.commit.version import Version
@@ -50,6 +51,7 @@ from reft_daemon.arena.reserve import SpaceReserve
 from reft_daemon.arena.shortage import is_shortage
 
 log = logging.getLogger("reft.daemon")
+PINS_DIGEST_BYTES = 8  # before the pins in their file
 RECORD_MAX = 2 * (2 * MANIFEST_MAX + (1 << 20))  # bytes: a record and the one before, each with two manifests
 RANK, PARITY, RECORD = "rank", "parity", "record"  # kinds of slots: how their names begin
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
@@ -232,6 +234,7 @@ class Arena:
                     raise ValueError(f"it names job {record.manifest.job!r}")
                 if record.node_index >= max(len(record.manifest.nodes), 1):
                     raise ValueError(f"its manifest has no node {record.node_index}")
+                _take_pins(record, path.with_name("pins"))
                 records.append(record)
             except Exception as error:
                 if is_shortage(error):
@@ -245,9 +248,17 @@ class Arena:
         A reader sees the whole old record or the whole new one.
         """
         self.write_file(record.manifest.job, "record", record.SerializeToString())
-        if record.HasField("pins"):
-            protected = record.pins.protected if record.pins.HasField("protected") else -1
-            self._failpoints.hit("record.pins", step=protected, epoch=record.decision.epoch.counter)
+
+    def write_pins(self, record: pb.JobRecord) -> None:
+        """Replaces a job's pins, without the rest of its record.
+
+        Raises:
+            NoRoom, AttachError: see `write_file`.
+        """
+        pins = pb.PinsRecord(epoch=record.decision.epoch, pins=record.pins).SerializeToString()
+        self.write_file(record.manifest.job, "pins", xxhash.xxh3_64_digest(pins) + pins)
+        protected = record.pins.protected if record.pins.HasField("protected") else -1
+        self._failpoints.hit("record.pins", step=protected, epoch=record.decision.epoch.counter)
 
     def write_file(self, job: str, name: str, data: bytes) -> Path:
         """Writes a small file into the job's folder.
@@ -536,3 +547,20 @@ def _replace(path: Path, data: bytes) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+def _take_pins(record: pb.JobRecord, path: Path) -> None:
+    """Puts the pins of a file into the record, if they are of the record's epoch.
+
+    Raises:
+        ValueError: the file has changed. Older pins would let go of the protected step.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    if data[:PINS_DIGEST_BYTES] != xxhash.xxh3_64_digest(data[PINS_DIGEST_BYTES:]):
+        raise ValueError(f"its pins in {path} do not fit their digest")
+    saved = pb.PinsRecord.FromString(data[PINS_DIGEST_BYTES:])
+    if saved.epoch == record.decision.epoch:
+        record.pins.CopyFrom(saved.pins)

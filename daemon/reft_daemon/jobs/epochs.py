@@ -26,7 +26,6 @@ from reft_daemon.jobs.undo import record_to_keep
 def decide(
     job: JobRecord,
     request: pb.DecideRequest,
-    holders: Iterable[int],
     placement: NodePlacement = NodePlacement(),  # noqa: B008  frozen
 ) -> None:
     """Takes the decision of a new attach, or of a new layout.
@@ -39,8 +38,8 @@ def decide(
     Args:
         job: the job of the decision.
         request: the decision.
-        holders: the nodes that keep the capsules of this node's ranks from now on.
-        placement: the lanes of the exchange.
+        placement: what the placement says about this node: the nodes that keep the capsules of its
+            ranks from now on, and the lanes of the exchange.
 
     Raises:
         StaleEpoch: a decision of a newer epoch is in force.
@@ -57,7 +56,7 @@ def decide(
         check_kept(job, messages.decision_from(request.decision))
     before = record_to_keep(job)
     restores = job.restores if kept_leases else restores_with(job, request)  # a new layout restores nothing
-    job.record = next_record(job.record, request, holders)
+    job.record = next_record(job.record, request, placement.holders)
     if restores is not None:
         job.record.restores.CopyFrom(restores)
     job.record.before.CopyFrom(before)

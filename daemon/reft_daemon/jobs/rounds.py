@@ -27,7 +27,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.headers import header_of
 from reft_daemon.jobs.changes import ChangeKind
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.jobs.persistence import save, save_or_log
+from reft_daemon.jobs.persistence import save_or_log
 from reft_daemon.jobs.slots import may_be_freed
 
 log = logging.getLogger("reft.daemon")
@@ -187,7 +187,7 @@ def publish(job: JobRecord) -> None:
 
 
 def has_recorded(job: JobRecord, pins: Pins, before: Pins) -> bool:
-    """Writes new pins of the coordinator into the record; False if that fails.
+    """Writes new pins of the coordinator beside the record; False if that fails.
 
     Then nothing is announced. The next news of the round try again.
     """
@@ -195,7 +195,7 @@ def has_recorded(job: JobRecord, pins: Pins, before: Pins) -> bool:
         return True
     job.record.pins.CopyFrom(messages.pins_to(pins))
     try:
-        save(job)
+        job.arena.write_pins(job.record)
     except AttachError as error:
         job.record.pins.CopyFrom(messages.pins_to(before))
         log.error("job=%s no newer step becomes whole: the pins can't be recorded: %s", job.id, error)

@@ -20,8 +20,8 @@ Invariants
   1. `Pins` travel and are replaced as one value. `seq` counts the changes of all fields but
      `whole`. The greater `seq` wins, then the greater `whole`. The reuse rule reads `whole` from
      the same value as the pinned steps.
-  2. The coordinator of a job that exchanges keeps its pins in the job's record before it announces
-     them. A record that can't be written announces nothing new.
+  2. The coordinator of a job that exchanges keeps its pins in a file before it announces them.
+     Pins that can't be written announce nothing new.
   3. The slots and the capsules of a pinned version stay, on every node that has them.
   4. A turn takes the newest whole step. At most one turn is under way. Each turn has a number of
      its own in the epoch: the *attempt*. Reports name the attempt, not the step. So a late report
@@ -45,7 +45,7 @@ go on. If all lanes would be left out, none is.
 A lost message is repeated by the next one, since each is complete. A late one has a smaller `seq`,
 or names an earlier attempt, and changes nothing. A repeated one changes nothing. A restarted daemon
 knows no pins, and reports nothing until it hears them. A restarted coordinator starts from its
-record, and goes on with its turn. It has forgotten which lanes failed, so those may end two more
+file, and goes on with its turn. It has forgotten which lanes failed, so those may end two more
 turns. A job that exchanges nothing has no turns: `whole` alone advances, and no record is written.
 """
 

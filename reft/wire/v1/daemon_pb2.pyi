@@ -1158,6 +1158,14 @@ class JobRecord(_message.Message):
     guard_manifest: Manifest
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., holders: _Optional[_Iterable[int]] = ..., dropped: _Optional[_Iterable[str]] = ..., before: _Optional[_Union[JobRecord, _Mapping]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
+class PinsRecord(_message.Message):
+    __slots__ = ("epoch", "pins")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    epoch: Epoch
+    pins: Pins
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
+
 class LeafEntry(_message.Message):
     __slots__ = ("name", "dtype", "shape", "stride", "nbytes", "staged", "global_shape", "global_offset", "offset", "place", "form")
     NAME_FIELD_NUMBER: _ClassVar[int]

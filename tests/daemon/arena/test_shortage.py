@@ -63,7 +63,7 @@ def itself() -> Process:
 def test_a_trainer_that_can_not_be_examined_does_not_count_as_dead(arena, monkeypatch, call):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1), [])
+        epochs.decide(job, decide_request(1))
         before = len(os.listdir("/proc/self/fd"))
         request = lease_request(1)
         with monkeypatch.context() as patch:
@@ -127,7 +127,7 @@ def test_files_that_can_not_be_opened_for_now_are_not_renamed(arena, monkeypatch
     async def run() -> None:
         request = decide_request(1)
         job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue())
-        epochs.decide(job, request, [])
+        epochs.decide(job, request)
         await leasing.lease(job, lease_request(1))
         version = messages.version_to(Version(epoch_of(1), 3))
         job.capsule_replication.store.keep(pb.CapsuleRecord(version=version), Decision(epoch_of(1), None), Outcome(), 1)

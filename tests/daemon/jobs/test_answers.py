@@ -19,7 +19,7 @@ def test_a_slot_with_a_damaged_capsule_is_not_reported_as_sealed(tmp_path, caplo
         job = JobRecord(
             Arena(tmp_path / "arena", 64 << 20), pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue()
         )
-        epochs.decide(job, decide_request(1), [])
+        epochs.decide(job, decide_request(1))
         slots = await leasing.lease(job, lease_request(1))
         for step, slot in enumerate(slots, 1):
             write(slot.map, Version(epoch_of(1), step), nbytes=4096, compared={7: 10 * step})

@@ -238,10 +238,10 @@ def test_decisions_and_ends_put_their_changes(registry):
     async def run() -> None:
         job = job_in(registry)
         request = pb.DecideRequest(manifest=job.record.manifest, node_index=1, decision=pb.Decision())
-        epochs.decide(job, request, [])
+        epochs.decide(job, request)
         assert not len(registry.changes), "the decision is in force already"
         request.decision.epoch.counter = 1
-        epochs.decide(job, request, [])
+        epochs.decide(job, request)
         assert await take_all(registry.changes) == [JobChange("job", {EPOCH})]
         process = Process(os.getpid(), stat_of(os.getpid()).start)
         trainers.watch(job, 0, Lease(process, 1))

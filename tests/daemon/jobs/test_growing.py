@@ -83,13 +83,13 @@ def test_a_landed_step_in_a_replaced_slot_is_sealed_too(daemon, trainer):
 def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1), [])
+        epochs.decide(job, decide_request(1))
         one, _ = await leasing.lease(job, lease_request(1))
         write(one.map, Version(epoch_of(1), 1), nbytes=4096)
         trainers.release(job, release_request(1))
         from_one = decide_request(2)
         from_one.decision.base.CopyFrom(messages.version_to(Version(epoch_of(1), 1)))
-        epochs.decide(job, from_one, [])
+        epochs.decide(job, from_one)
         larger = lease_request(2)
         larger.data_bytes = 3 * 4096
         await leasing.lease(job, larger)
@@ -105,7 +105,7 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
 def test_slots_of_a_cancelled_lease_are_kept_for_the_next_try(arena, monkeypatch):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1), [])
+        epochs.decide(job, decide_request(1))
         begun, goes_on = threading.Event(), threading.Event()
         create, calls = arena.create, []
 
@@ -132,7 +132,7 @@ def test_slots_of_a_cancelled_lease_are_kept_for_the_next_try(arena, monkeypatch
 def test_slots_of_a_job_that_is_dropped_meanwhile_are_freed(arena, monkeypatch):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1), [])
+        epochs.decide(job, decide_request(1))
         begun, goes_on = threading.Event(), threading.Event()
         create = arena.create
 
@@ -176,7 +176,7 @@ def job_of(arena: Arena, name: str = "job") -> JobRecord:
     request = decide_request(1)
     request.manifest.job = name
     job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue())
-    epochs.decide(job, request, [])
+    epochs.decide(job, request)
     return job
 
 

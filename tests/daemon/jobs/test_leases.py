@@ -64,7 +64,7 @@ def test_a_slow_lease_undoes_no_close_and_no_new_attach(arena, monkeypatch, even
 
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1), [])
+        epochs.decide(job, decide_request(1))
         await leasing.lease(job, lease_request(1))
         begun, goes_on = asyncio.Event(), asyncio.Event()
 
@@ -78,7 +78,7 @@ def test_a_slow_lease_undoes_no_close_and_no_new_attach(arena, monkeypatch, even
         await begun.wait()
         trainers.release(job, release_request(1))
         if event == "attached anew":
-            epochs.decide(job, decide_request(2), [])
+            epochs.decide(job, decide_request(2))
         goes_on.set()
         with pytest.raises(AttachError if event == "closed" else StaleEpoch):
             await late

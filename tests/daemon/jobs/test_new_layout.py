@@ -42,7 +42,7 @@ def job() -> Iterator[JobRecord]:
     with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as path:
         arena = Arena(Path(path), 64 << 20)
         record = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(record, decide_request(1), ())
+        epochs.decide(record, decide_request(1))
         yield record
         arena.close()
 
@@ -93,7 +93,7 @@ def test_a_pin_of_the_epoch_that_an_earlier_try_has_ended_changes_nothing(job):
     make_whole(job, 3)
     request = relayout(3)
     request.decision.known.append(messages.epoch_to(epoch_of(1)))
-    epochs.decide(job, request, ())
+    epochs.decide(job, request)
     make_whole(job, 5)
     assert rounds.pin(job, pin_request(1)) is None, "the base of the decision in force stays"
     assert not job.round.is_pinned, "epoch 2 goes on"
@@ -123,7 +123,7 @@ def test_a_pin_needs_the_job_and_over_tcp_its_token(site):
 
 def test_the_next_epoch_is_not_pinned(job):
     rounds.pin(job, pin_request(1))
-    epochs.decide(job, relayout(None), ())
+    epochs.decide(job, relayout(None))
     assert not job.round.is_pinned
     make_whole(job, 9)
     assert job.known_whole == 9
@@ -149,7 +149,7 @@ def test_living_trainers_that_decide_for_themselves_stay(leases, pids, kept):
 
 def test_a_trainer_that_stays_may_not_write_the_slots_that_it_had(job):
     job.leases = {0: lease_of(7)}
-    epochs.decide(job, relayout(None, 7), ())
+    epochs.decide(job, relayout(None, 7))
     assert job.epoch == epoch_of(2) and job.leases[0].process.pid == 7 and not job.leases[0].given_slots
 
 
@@ -157,14 +157,14 @@ def test_a_living_trainer_that_does_not_decide_refuses_the_decision(job):
     job.leases = {0: lease_of(7), 1: lease_of(8)}
     before = job.record.SerializeToString()
     with pytest.raises(AlreadyAttached, match="process 8"):
-        epochs.decide(job, relayout(None, 7), ())
+        epochs.decide(job, relayout(None, 7))
     assert job.record.SerializeToString() == before and set(job.leases) == {0, 1}
     assert job.leases[0].given_slots == {"slot"}
 
 
 def test_an_ended_trainer_does_not_stay(job):
     job.leases = {0: lease_of(7, watch=None)}
-    epochs.decide(job, relayout(None, 7), ())
+    epochs.decide(job, relayout(None, 7))
     assert not job.leases
 
 
@@ -172,7 +172,7 @@ def test_a_new_layout_restores_nothing(job):
     job.record.restores.CopyFrom(pb.RestoreCount(step=3, count=2))
     job.leases = {0: lease_of(7)}
     make_whole(job, 3)
-    epochs.decide(job, relayout(3, 7), ())
+    epochs.decide(job, relayout(3, 7))
     assert job.record.restores == pb.RestoreCount(step=3, count=2), "a restore would count"
 
 
@@ -223,8 +223,8 @@ def test_the_base_of_trainers_that_stay_is_checked_and_that_of_an_attach_is_not(
     job.leases = {0: lease_of(7)}
     before = job.record.SerializeToString()
     with pytest.raises(AttachError, match="but step 3"):
-        epochs.decide(job, relayout(2, 7), ())
+        epochs.decide(job, relayout(2, 7))
     assert job.record.SerializeToString() == before and job.leases[0].given_slots == {"slot"}
     job.leases = {}
-    epochs.decide(job, relayout(2), ())  # an attach judges by the slots that all nodes hold
+    epochs.decide(job, relayout(2))  # an attach judges by the slots that all nodes hold
     assert job.epoch == epoch_of(2)

@@ -50,7 +50,7 @@ def coordinator(arena: Arena) -> JobRecord:
     """Returns a job on its coordinator: rank 0 trains here, rank 1 on node 1, in one lane."""
     request = decide_request(1)
     job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue(), guard_lanes=(LANE,))
-    epochs.decide(job, request, [], NodePlacement(guard_lanes=(LANE,)))
+    epochs.decide(job, request, NodePlacement(guard_lanes=(LANE,)))
     return job
 
 
@@ -67,7 +67,7 @@ def child_reports(job: JobRecord, answers: dict, guard: GuardReport = GuardRepor
 
 
 def recorded(arena: Arena) -> Pins:
-    record = pb.JobRecord.FromString((arena.folder / "job" / "record").read_bytes())
+    (record,) = arena.records()
     return messages.pins_from(record.pins) if record.HasField("pins") else Pins()
 
 
@@ -94,7 +94,7 @@ def test_a_record_that_cannot_be_written_announces_nothing_new(arena, monkeypatc
         raise NoRoom("the memory is full.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "write_record", refuse)
+        patch.setattr(arena, "write_pins", refuse)
         both_seal(job, 2)
         assert job.round.outcome == before and not before.decides(2), "neither whole nor void"
         assert messages.pins_from(job.record.pins) == before.pins
@@ -102,6 +102,25 @@ def test_a_record_that_cannot_be_written_announces_nothing_new(arena, monkeypatc
     job.round.hear_rank(0, report_of({3: VOID}))
     child_reports(job, {3: VOID})
     assert job.round.outcome.pins == recorded(arena) == Pins(1, 2, 1, -1, 1)
+
+
+def test_pins_are_taken_of_the_records_epoch_only_and_as_they_were_written(arena, monkeypatch, caplog):
+    job = coordinator(arena)
+    record = (arena.folder / "job" / "record").read_bytes()
+    both_seal(job, 1)
+    assert (arena.folder / "job" / "record").read_bytes() != record, "a step is whole for the first time"
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "write_record", lambda record: pytest.fail("the whole record was written"))
+        both_seal(job, 2)
+    assert recorded(arena) == Pins(1, 2, 1, -1, 1)
+    path = arena.folder / "job" / "pins"
+    earlier = path.read_bytes()
+    epochs.decide(job, decide_request(2, Version(epoch_of(1), 2)), NodePlacement(guard_lanes=(LANE,)))
+    assert recorded(arena) == Pins() and path.read_bytes() == earlier, "of an earlier epoch"
+    both_seal(job, 3)
+    assert recorded(arena) == Pins(1, 3, 3, -1, 1)
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert arena.records() == [] and "do not fit their digest" in caplog.text
 
 
 def test_a_job_without_lanes_or_with_few_slots_records_nothing(arena):
@@ -173,7 +192,7 @@ def test_a_lease_keeps_the_slots_of_base_and_guard(arena):
         job.leases.clear()
         after = decide_request(2, Version(epoch_of(1), 3), Version(epoch_of(1), 1))
         after.dropped.extend([slots[0].name, slots[3].name])
-        epochs.decide(job, after, [])
+        epochs.decide(job, after)
         larger = lease_request(2)
         larger.data_bytes = 3 * 4096
         await leasing.lease(job, larger)

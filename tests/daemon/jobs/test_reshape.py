@@ -223,14 +223,14 @@ def request_of(counter: int, rank: int, data_bytes: int = CHUNK) -> pb.LeaseRequ
 async def job_after_a_run(arena: Arena) -> JobRecord:
     """Returns a job of two ranks whose slots hold steps 1 to 3, with the decision to begin at 3."""
     job = JobRecord(arena, pb.JobRecord(manifest=two_rank_request(1).manifest), ChangeQueue())
-    epochs.decide(job, two_rank_request(1), [])
+    epochs.decide(job, two_rank_request(1))
     for rank in (0, 1):
         for step, slot in enumerate(await leasing.lease(job, request_of(1, rank)), 1):
             write(slot.map, Version(epoch_of(1), step), nbytes=CHUNK)
         release = release_request(1)
         release.rank = rank
         trainers.release(job, release)
-    epochs.decide(job, two_rank_request(2, Version(epoch_of(1), 3)), [])
+    epochs.decide(job, two_rank_request(2, Version(epoch_of(1), 3)))
     return job
 
 
@@ -274,7 +274,7 @@ def test_a_lease_that_a_newer_attach_overtakes_frees_nothing(arena):
         late = asyncio.ensure_future(leasing.lease(job, request_of(2, 0, LARGE)))
         for _ in range(10):
             await asyncio.sleep(0)  # the lease runs until it must wait
-        epochs.decide(job, two_rank_request(3, Version(epoch_of(1), 2)), [])
+        epochs.decide(job, two_rank_request(3, Version(epoch_of(1), 2)))
         goes_on.set()
         await first
         with pytest.raises(StaleEpoch):

@@ -79,7 +79,7 @@ class Nodes:
         decision = messages.decision_to(Decision(epoch_of(counter), base, (), guard))
         for index, job in enumerate(self.jobs):
             request = pb.DecideRequest(manifest=self.manifest, decision=decision, node_index=index)
-            epochs.decide(job, request, [], node_placement(self.manifest, index))
+            epochs.decide(job, request, node_placement(self.manifest, index))
             await leasing.slots_for(job, self.lease_request(index))
             self.services[index].release(job.id)  # as the registry does
 
