@@ -28,7 +28,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import grpc
 
@@ -53,7 +53,6 @@ from reft_daemon.mover.range_protocol import FRAME_S, RangeStatus
 from reft_daemon.peers.round_replicator import PeerChannels, reason_of
 
 log = logging.getLogger("reft.daemon")
-Result = TypeVar("Result")
 HOLD_S: Final = 60.0  # from the beginning of an attach to its decision, at most
 PATIENCE_S: Final = 30.0  # without a folded range
 RETRY_S: Final = 0.3
@@ -115,7 +114,7 @@ class TurnService:
         # job → the turn that another one of the same step may follow, and when
         self._retries: dict[str, tuple[tuple[Epoch, int], asyncio.TimerHandle]] = {}
         self._held: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # What the registry and the services call
 
@@ -193,25 +192,23 @@ class TurnService:
         if job.id in self._turns or job.id in self._held:
             raise AttachError(f"a turn or an attach of job {job.id} is under way.")
         repair = self._repairs[job.id] = JobTurn(version, 0)
-        repair.task = task = self._start(self._make_alone(job, repair, local))
+
+        async def make() -> None:
+            await self._make(job, repair, local)
+
+        repair.task = task = asyncio.ensure_future(make())
+        self._tasks.add(task)  # the caller takes its error
+        task.add_done_callback(self._tasks.discard)
         await asyncio.wait({task})
         del self._repairs[job.id]
         if job.id not in self._turns:
             await asyncio.wait({self._end(job.id)})
         if task.cancelled():
             raise AttachError(f"a turn or an attach of job {job.id} has begun meanwhile.")
-        if error := task.result():
-            raise error
-
-    async def _make_alone(self, job: JobRecord, turn: JobTurn, local: LocalLane) -> ReftError | None:
-        """Returns why the parity of one lane can't be made; None: it is sealed."""
         try:
-            await self._make(job, turn, local)
-        except ReftError as error:
-            return error
+            task.result()
         except OSError as error:
-            return AttachError(str(error))
-        return None
+            raise AttachError(str(error)) from error
 
     def status(self, job: JobRecord) -> pb.ExchangeStatus | None:
         """Returns the state of the job's exchange; None if nothing is exchanged."""
@@ -277,16 +274,17 @@ class TurnService:
         if name in self._retries:
             self._retries.pop(name)[1].cancel()
 
-    def _start(self, work: Coroutine[None, None, Result]) -> asyncio.Task[Result]:
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._note_end)
-        return task
 
-    def _note_end(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a turn has failed", exc_info=error)
+        def note_end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("a turn has failed", exc_info=error)
+
+        task.add_done_callback(note_end)
+        return task
 
     def _end(self, name: str) -> asyncio.Task[None]:
         """Ends a job's turn, and lets the mover unmap its slots; returns that work."""
@@ -456,7 +454,8 @@ def _buffer_of(job: JobRecord, local: LocalLane, version: Version) -> SlotFile:
         LaneUnguardable: none may be written.
     """
     slots = parity.buffers(job, local)
-    kept, held = parity.kept_version(job), []
+    kept = parity.kept_version(job)
+    held: list[Version | None] = []
     for slot in slots:
         header = header_of(job.id, slot)
         # Parity of the kept version that is not sealed is worth nothing: it is begun anew.

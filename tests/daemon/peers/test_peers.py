@@ -71,7 +71,7 @@ async def test_replies_of_a_daemon_of_protocol_7_are_refused():
     server.add_insecure_port(address)
     await server.start()
     try:
-        with pytest.raises(AttachError, match=r"the daemon of node n speaks protocol 7, this daemon \(reft .*\) 9\."):
+        with pytest.raises(AttachError, match=r"the daemon of node n speaks protocol 7, this daemon \(reft .*\) 10\."):
             await inventory(peers, node, reconnect=True)
         with pytest.raises(AttachError, match=r"protocol 7.*\nFix: install the same reft"):
             [piece async for piece in peers.pieces(node, b"token", pb.ReadRequest(), 10.0)]
