@@ -313,7 +313,7 @@ class Arena:
     def _open(self, job: str, path: Path) -> SlotFile:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            slot = self._map_slot(path.name, path, descriptor, os.fstat(descriptor).st_size)
+            slot = _map_slot(path.name, path, descriptor, os.fstat(descriptor).st_size)
             header = slot.map.header
             if header.job != job or not path.name.startswith(
                 tuple(f"{kind}-{header.rank}." for kind in (RANK, PARITY, RECORD))
@@ -324,12 +324,6 @@ class Arena:
         except BaseException:
             os.close(descriptor)
             raise
-
-    def _map_slot(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
-        if size < 2 * PAGE:
-            raise FormatError(f"{size} bytes are too few for a slot.")
-        header_map = SlotMap(map_file(descriptor, size)[1], descriptor)
-        return SlotFile(name, header_map.header.rank, descriptor, path, size, header_map)
 
     def take_back(self, job: str, rank: int, name: str, descriptor: int) -> SlotFile:
         """Takes a memfd that its trainer kept while the daemon was down.
@@ -344,7 +338,7 @@ class Arena:
             is_fixed = stat.S_ISREG(stats.st_mode) and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
             if not is_fixed or not re.fullmatch(rf"({RANK}|{RECORD})-{rank}\.slot-\d{{1,9}}", name):
                 raise FormatError(f"the descriptor for {name!r} is not a memfd of fixed size of rank {rank}.")
-            slot = self._map_slot(name, None, descriptor, stats.st_size)
+            slot = _map_slot(name, None, descriptor, stats.st_size)
         except OSError as error:
             raise FormatError(f"the descriptor for {name!r} is not a memfd that can be written: {error}.") from error
         if slot.map.header.job != job or slot.rank != rank:
@@ -473,6 +467,13 @@ class Arena:
             with contextlib.suppress(OSError):  # files of others keep the folder
                 self.folder.rmdir()
         os.close(self._lock)
+
+
+def _map_slot(name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
+    if size < 2 * PAGE:
+        raise FormatError(f"{size} bytes are too few for a slot.")
+    header_map = SlotMap(map_file(descriptor, size)[1], descriptor)
+    return SlotFile(name, header_map.header.rank, descriptor, path, size, header_map)
 
 
 def _foreign_name(folder: Path) -> str:

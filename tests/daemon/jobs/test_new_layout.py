@@ -209,7 +209,7 @@ def test_a_guard_may_not_be_older_than_what_is_protected_here(job, guard, is_tak
     if is_taken:
         check_kept(job, decision)
         return
-    with pytest.raises(AttachError, match=r"the guard of the new layout is step 2 .* step 3 .* is protected"):
+    with pytest.raises(AttachError, match=r"the guard of the new layout is step 2 .* step 3 .* was protected"):
         check_kept(job, decision)
 
 

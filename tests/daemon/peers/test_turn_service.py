@@ -224,7 +224,7 @@ def test_turns_of_a_copy_lane_bring_whole_sections_of_the_next_members(play, tol
             nodes.pins(turn=-1, protected=step)
             nodes.check_parity(step)
         assert not nodes.unguarded and (3, 2) in nodes.guarded
-        assert sum(mover.moved_bytes for mover in nodes.movers) == 2 * tolerate * sum(nodes.lane.sizes)
+        assert sum(mover.child.moved_bytes for mover in nodes.movers) == 2 * tolerate * sum(nodes.lane.sizes)
 
     play(act, [9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK, 4 * CHUNK + 5], tolerate, "aor")
 
@@ -377,14 +377,14 @@ def test_another_turn_of_a_step_makes_only_the_parity_that_is_gone(play):
         torn.map.begin(version, torn.map.reread().layout, b"", nodes.lane.parity_bytes)  # as by a mover that died
         for job in nodes.jobs[:2]:
             assert parity.sealed_parity(job, parity.local_lanes(job)[0], version) is None
-        before = [mover.moved_bytes for mover in nodes.movers]
+        before = [mover.child.moved_bytes for mover in nodes.movers]
         nodes.pins(protected=-1, kept=1, turn=1, attempt=2)
         await nodes.settled()
         nodes.pins(attempt=3)  # the pins between two turns were not heard
         await nodes.settled()
         assert {(node, turn) for node in range(3) for turn in (2, 3)} <= set(nodes.guarded) and not nodes.unguarded
         nodes.check_parity(1)
-        moved = [mover.moved_bytes - earlier for mover, earlier in zip(nodes.movers, before, strict=True)]
+        moved = [mover.child.moved_bytes - earlier for mover, earlier in zip(nodes.movers, before, strict=True)]
         assert sum(map(bool, moved)) >= 2, "two nodes pulled"
         nodes.pins(turn=-1, protected=1, kept=-1)
         for step in (2, 3):
