@@ -27,7 +27,8 @@ steps   Two ranks train with FSDP2 and AdamW; each has a daemon and takes a snap
         ratio = median over rounds of (median step with turns / median step without) of one round
 
         The first steps of a block do not count. The processor time of a mover is that of sending
-        and receiving, because each of the two nodes does both.
+        and receiving, because each of the two nodes does both. Turns are not paced. There are
+        few, long blocks, so that both ways of sharing the cores take minutes.
 
 bytes   D daemons with a rank each make one turn. The bytes that a node received are those in its
         log; memory is what the files of its parity slots have allocated. Beside them stand full
@@ -97,6 +98,8 @@ WIDTH = 1024
 WARM = 3  # steps of a block that do not count
 STEP_S = 0.12  # the batch is doubled until a step takes so long
 ROWS_MAX = 4096
+FLAGS = ("--listen", "127.0.0.1:0", "--protect-bandwidth", "off")
+BLOCKS, BLOCK_STEPS, BLOCK_STEPS_QUICK = 3, 40, 8
 SLOTS = 4
 SEALED_PARITY = re.compile(r"parity of .* is sealed here: (\d+) bytes in ([\d.]+) s")
 MOVER_STARTED = re.compile(r"mover pid=(\d+) started")
@@ -115,10 +118,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="64 MiB, small models, few rounds")
     parser.add_argument("--parts", type=listed(PARTS), default=",".join(PARTS), help="what is measured")
-    parser.add_argument("--rounds", type=count, help="rounds of copies and of blocks of steps (9)")
+    parser.add_argument("--rounds", type=count, help="rounds of copies (9), and of blocks of steps (3)")
     parser.add_argument("--json", type=output, help="write every figure to this file")
     options = parser.parse_args()
-    options.rounds = options.rounds or (3 if options.quick else 9)
+    options.copies = options.rounds or (3 if options.quick else 9)
+    options.blocks = options.rounds or BLOCKS
     return options
 
 
@@ -384,7 +388,7 @@ class TwoDaemons:
     """Two daemons of one machine that call each other over loopback."""
 
     def __init__(self, stack: ExitStack) -> None:
-        made = [stack.enter_context(common.daemon(f"bench{i}", "--listen", "127.0.0.1:0")) for i in range(NODES)]
+        made = [stack.enter_context(common.daemon(f"bench{i}", *FLAGS)) for i in range(NODES)]
         self.addresses = tuple(address for address, _ in made)
         self._pids = [pid for _, pid in made]
 
@@ -595,14 +599,15 @@ def measure(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     parts = options.parts.split(",")
     if "mover" in parts:
         for nbytes in (64 << 20,) if options.quick else (256 << 20, 1 << 30):
-            times = measure_copies(nbytes, options.rounds)
+            times = measure_copies(nbytes, options.copies)
             rows += copy_rows(nbytes, times)
             details[f"copy {nbytes}"] = {kind: [vars(each) for each in copies] for kind, copies in times.items()}
     if "steps" in parts:
         cores = sorted(os.sched_getaffinity(0))
         print(f"{len(cores)} cores: the two ranks of `free` share {len(cores[:-1])} of them", file=sys.stderr)
         for name, chosen in (("free", cores[:-1] or cores), ("busy", cores)):
-            blocks = measure_steps(set(chosen), 3 if options.quick else 10, options.rounds, 8 if options.quick else 25)
+            layers, steps = (3, BLOCK_STEPS_QUICK) if options.quick else (10, BLOCK_STEPS)
+            blocks = measure_steps(set(chosen), layers, options.blocks, steps)
             rows += step_rows(name, blocks)
             details[name] = vars(blocks)
     if "bytes" in parts:
