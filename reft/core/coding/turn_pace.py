@@ -82,7 +82,7 @@ def turn_pace(limit: BandwidthLimit, sent_bytes: int) -> TurnPace:
     if not limit.bytes_per_s and not limit.spread_s:
         return TurnPace(0, limit.origin)
     if sent_bytes < (limit.bytes_per_s or UNKNOWN_LINK // LINK_PARTS):
-        return TurnPace(0, "a turn takes less than a second")
+        return TurnPace(0, "a turn fits into one second of the limit")
     if limit.spread_s:
         spread = max(-(-sent_bytes // limit.spread_s), SPREAD_LEAST)
         if not limit.bytes_per_s or spread < limit.bytes_per_s:

@@ -26,15 +26,15 @@ UNKNOWN = automatic_limit("eth0", None)
     ("limit", "sent_bytes", "bytes_per_s", "reason"),
     [
         (NO_LIMIT, 10**15, 0, "--protect-bandwidth is off"),
-        (fixed_limit(200), 199, 0, "a turn takes less than a second"),
+        (fixed_limit(200), 199, 0, "a turn fits into one second of the limit"),
         (fixed_limit(200), 200, 200, "--protect-bandwidth"),
         (fixed_limit(200), 10**15, 200, "--protect-bandwidth"),
-        (CARD, 5 * GB - 1, 0, "a turn takes less than a second"),
+        (CARD, 5 * GB - 1, 0, "a turn fits into one second of the limit"),
         (CARD, 5 * GB, 166_666_667, "a turn is spread over 30 s"),
         (CARD, 105 * GB, 3_500_000_000, "a turn is spread over 30 s"),
         (CARD, 150 * GB, 5 * GB, "a tenth of eth0's speed"),
         (CARD, 900 * GB, 5 * GB, "a tenth of eth0's speed"),
-        (UNKNOWN, 125_000_000 - 1, 0, "a turn takes less than a second"),
+        (UNKNOWN, 125_000_000 - 1, 0, "a turn fits into one second of the limit"),
         (UNKNOWN, 125_000_000, SPREAD_LEAST, "a turn is spread over 15 s"),
         (UNKNOWN, 900 * GB, 30 * GB, "a turn is spread over 30 s"),
     ],
@@ -56,5 +56,5 @@ def test_auto_keeps_a_tenth_of_the_link_and_never_stretches_a_turn_further_than_
 
 def test_words_say_the_pace_and_why():
     assert pace_words(turn_pace(fixed_limit(200 << 20), GB)) == "at most 200.0 MiB a second: --protect-bandwidth"
-    assert pace_words(turn_pace(UNKNOWN, 5)) == "not paced: a turn takes less than a second"
+    assert pace_words(turn_pace(UNKNOWN, 5)) == "not paced: a turn fits into one second of the limit"
     assert automatic_limit("", None).origin == "the speed of the link is unknown"

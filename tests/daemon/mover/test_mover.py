@@ -99,7 +99,7 @@ def test_the_bytes_of_a_turn_decide_the_pace_and_the_log_says_it_once(caplog):
     lines = [record.getMessage() for record in caplog.records if "a turn sends" in record.getMessage()]
     assert lines == [
         "job=job a turn sends 1.0 MiB from here, at most 1.0 MiB a second: --protect-bandwidth",
-        "job=job a turn sends 512.0 KiB from here, not paced: a turn takes less than a second",
+        "job=job a turn sends 512.0 KiB from here, not paced: a turn fits into one second of the limit",
     ]
 
 

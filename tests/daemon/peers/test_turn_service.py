@@ -571,7 +571,7 @@ def test_status_says_what_the_exchange_sends_how_fast_and_what_it_keeps(play):
         before = service.status(job)
         assert (before.last_turn_s, before.bytes_per_s) == (0, 0)
         assert before.sent_bytes == lane.sent_bytes(1) < 1 << 20
-        assert (before.pace_bytes_per_s, before.pace_reason) == (0, "a turn takes less than a second")
+        assert (before.pace_bytes_per_s, before.pace_reason) == (0, "a turn fits into one second of the limit")
         assert before.parity_bytes == sum(slot.file_bytes for slot in job.slots.parity.values()) > 2 * lane.parity_bytes
         assert before.extra_slot_bytes == job.slots.of_rank(1)[0].file_bytes, "of four slots, one"
         nodes.write(1)
