@@ -112,7 +112,7 @@ def needs_of_section(rank: int, section: Section) -> list[PieceTransfer]:
 
 
 def needs_of_inline_leaves(rank: int, own: OldRank, nbytes_of: Mapping[str, int]) -> list[PieceTransfer]:
-    """Returns the needs of a rank's inline leaves, which lie end to end in its capsule.
+    """Returns the needs of a rank's inline leaves: end to end in the capsule.
 
     Args:
         rank: the rank.
