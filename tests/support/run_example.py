@@ -44,7 +44,9 @@ def of_transformers(names: dict[str, Any]) -> dict[str, Any]:
     trainer = names["trainer"]
     speeds = ("runtime", "_per_second")
     logs = [{k: v for k, v in entry.items() if not any(s in k for s in speeds)} for entry in trainer.state.log_history]
-    return {"losses": logs, "optimizer": of_optimizer(trainer.optimizer), "model": trainer.model}
+    scaler = trainer.accelerator.scaler
+    scale = {"scale": scaler.get_scale()} if scaler is not None else {}
+    return {"losses": logs, "optimizer": of_optimizer(trainer.optimizer), "model": trainer.model, **scale}
 
 
 def of_lightning(names: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +162,7 @@ KINDS = {
     "lightning_hooks.py": of_lightning,
     "lightning_unfreezing.py": of_lightning,
     "resumed_trainer.py": of_transformers,
+    "scaled_trainer.py": of_transformers,
     "trainer_low_bit.py": of_transformers,
     "torchao_low_bit.py": of_loop,
     "expert_parallel.py": of_loop,

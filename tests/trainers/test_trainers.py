@@ -60,6 +60,8 @@ ODD = {
     "tests/support/lightning_unfreezing.py": "lightning",
     "tests/support/resumed_trainer.py": "hf",
     "tests/support/resumed_trainer.py of-4.57": "hf4",
+    "tests/support/scaled_trainer.py": "hf",
+    "tests/support/scaled_trainer.py of-4.57": "hf4",
     "tests/support/trainer_low_bit.py adamw_torch_8bit": "hf",
     "tests/support/trainer_low_bit.py adafactor": "hf",
     "tests/support/trainer_low_bit.py int8": "hf",
@@ -308,6 +310,16 @@ def test_a_training_that_was_stopped_early_does_not_go_on(script, daemon, tmp_pa
     assert again.returncode == 0, again.stderr
     assert restored(again) == [8]
     assert_ends_alike(example.result("again"), example.result("first"))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("step", [2, 7], ids=["while steps are skipped", "later"])
+@pytest.mark.parametrize("script", ["tests/support/scaled_trainer.py", "tests/support/scaled_trainer.py of-4.57"])
+def test_the_gradient_scaler_of_trainer_is_restored(script, step, daemon, tmp_path):
+    example = Example(script, tmp_path)
+    killed_and_started_again(example, daemon, step)
+    after, plain = example.result("after"), example.result("plain")
+    assert after["scale"] == plain["scale"] < 2.0**127, "steps were skipped"
 
 
 @pytest.mark.chaos
