@@ -32,7 +32,7 @@ from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
 from reft.core.recovery.plan import TransferPlan
 from reft.core.recovery.rebuild_plan import chunk_sources, costs, rebuild_plan
-from reft.core.recovery.stripes import parity_number, section_stripes, slot_name
+from reft.core.recovery.stripes import parity_number, slot_name
 from reft.errors import AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import capsule_format, messages
 from reft.wire.capsule_format import NameTable
@@ -285,9 +285,8 @@ class Rebuild:
     ) -> None:
         """Carries out a plan; logs its progress after each PROGRESS_S."""
         blocks = (block for rank in plan.lost for block in plan.placement.rank_placement(rank).blocks)
-        stripes = section_stripes(plan.placement, plan.sections, plan.readers.reader_of)
         total = sum(block.nbytes for block in blocks)
-        total += sum(made.nbytes for stripe in stripes for made in stripe.made)
+        total += sum(plan.placement.rank_placement(rank).unreplicated.data_bytes for rank in plan.sections)
         done, said = 0, time.monotonic()
         began, read_before = said, sources.read_bytes
         async with contextlib.aclosing(made_slices(plan, sources.read, slots)) as slices:

@@ -363,6 +363,8 @@ class TransferPlan:
         for keeper in self._keepers(self.made):
             streams.append(self._slices(keeper, rank, own, self._cell_slices(keeper)))
         for keeper in self._keepers(self.sections):
+            if not self._takes_part(keeper, rank, own):
+                continue
             streams.append(self._slices(keeper, rank, own, self._section_slices(keeper)))
         yield from (operation for _, operation in merge(*streams, key=itemgetter(0)))
 
@@ -618,14 +620,24 @@ class TransferPlan:
                 end = min(begin + width, lane.packet_bytes)
                 yield window, StripeSlice(lane, number, stripe, shards, inputs, begin, end, wanted, live, keeper)
 
+    def _takes_part(self, keeper: int, rank: int, own: _Needs) -> bool:
+        """Whether a rank sends or receives bytes of the sections that a keeper decodes."""
+        olds = self._sections_of(keeper)
+        if rank == keeper or any((PieceSource.SLOT, old) in own for old in olds):
+            return True
+        at_hand = self.readers.reader_of
+        return any(at_hand[source] == rank for source in section_sources(self.placement, olds, at_hand))
+
+    def _sections_of(self, keeper: int) -> list[int]:
+        return [old for old in self.sections if self.readers.keeper_of[old] == keeper]
+
     def _section_slices(self, keeper: int) -> Iterator[tuple[int, StripeSlice]]:
         """Yields the slices of the lost sections that a keeper decodes, each with its window.
 
         They end at chunk borders, so that their sources read each chunk once; with f > 1 they are
         blocks.
         """
-        olds = [old for old in self.sections if self.readers.keeper_of[old] == keeper]
-        for stripe in section_stripes(self.placement, olds, self.readers.reader_of):
+        for stripe in section_stripes(self.placement, self._sections_of(keeper), self.readers.reader_of):
             width = min(self.sizes.band // (len(stripe.inputs) + len(stripe.made)), self.sizes.piece)
             unit = self.placement.chunk_bytes if width >= self.placement.chunk_bytes else ALIGNMENT
             width = max(width // unit * unit, ALIGNMENT)

@@ -211,6 +211,12 @@ def section_stripes(placement: Placement, olds: Collection[int], have: Collectio
     Raises:
         ValueError: a rank is in no guard lane, or its lane lost too much.
     """
+    streams = _lane_streams(placement, olds, have)
+    return merge(*streams, key=attrgetter("place"))
+
+
+def _lane_streams(placement: Placement, olds: Collection[int], have: Collection[int]) -> list[Iterator[SectionStripe]]:
+    """Returns the stripes of each guard lane of `section_stripes`, lane by lane."""
     members_of: dict[int, list[int]] = {}
     for old in sorted(olds):
         where = placement.guard_lane_of(old)
@@ -226,16 +232,20 @@ def section_stripes(placement: Placement, olds: Collection[int], have: Collectio
         else:
             pieces = (piece for member in members for piece in _pieces(placement, number, member))
             streams.append(iter(sorted(pieces, key=attrgetter("place"))))
-    return merge(*streams, key=attrgetter("place"))
+    return streams
 
 
 def section_sources(placement: Placement, olds: Collection[int], have: Collection[int]) -> set[int]:
-    """Returns the old ranks and parity numbers that `section_stripes` reads."""
-    owners, lanes = set[int](), set[int]()
-    for stripe in section_stripes(placement, olds, have):
-        if stripe.program is None or stripe.number not in lanes:  # all blocks of a lane have the same sources
+    """Returns the old ranks and parity numbers that `section_stripes` reads.
+
+    The work does not grow with the bytes.
+    """
+    owners = set[int]()
+    for stripes in _lane_streams(placement, olds, have):
+        for stripe in stripes:
             owners.update(each.owner for each in stripe.inputs.values())
-            lanes.add(stripe.number)
+            if stripe.program is not None:
+                break  # all blocks of a lane have the same sources
     return owners
 
 
@@ -302,23 +312,31 @@ def _blocks(
     code = ErasureCode("two-level", D * (D - 1), D * f, w, (), ())  # only its counts: the program codes
     lane = Lane(NO_CELL, 0, D * guard.k * guard.piece_bytes, guard.members, code, size // w)
 
-    def extent(member: int, piece: int, block: int) -> tuple[int, int]:
-        at = piece * guard.piece_bytes + block * size
-        return sections[member] + at, min(max(guard.sizes[member] - at, 0), size)
-
+    # of each shard: its number, where it lies in block 0, and where the bytes of its owner end
+    pieces = [
+        (
+            shard,
+            guard.members[member],
+            sections[member] + piece * guard.piece_bytes,
+            sections[member] + guard.sizes[member],
+        )
+        for member in range(D)
+        for piece in range(guard.k)
+        if (shard := piece_shard(D, member, piece)) in read
+    ]
+    pieces += [
+        (shard, parity_number(placement, guard.members[j]), i * guard.piece_bytes, f * guard.piece_bytes)
+        for j in holders
+        for i in range(f)
+        if (shard := parity_shard(D, f, j, i)) in read
+    ]
+    missing = [
+        (piece_shard(D, m, p), guard.members[m], sections[m] + p * guard.piece_bytes, sections[m] + guard.sizes[m])
+        for m, p in made
+    ]
     for block in range(guard.blocks):
-        lost_shards = [MadeShard(piece_shard(D, m, p), guard.members[m], *extent(m, p, block)) for m, p in made]
-        inputs = {
-            shard: ShardSource(guard.members[member], *extent(member, piece, block))
-            for member in range(D)
-            for piece in range(guard.k)
-            if (shard := piece_shard(D, member, piece)) in read
-        }
-        inputs |= {
-            shard: ShardSource(parity_number(placement, guard.members[j]), i * guard.piece_bytes + block * size, size)
-            for j in holders
-            for i in range(f)
-            if (shard := parity_shard(D, f, j, i)) in read
-        }
+        behind = block * size
+        lost_shards = [MadeShard(s, o, at + behind, min(max(end - at - behind, 0), size)) for s, o, at, end in missing]
+        inputs = {s: ShardSource(o, at + behind, min(max(end - at - behind, 0), size)) for s, o, at, end in pieces}
         if any(each.nbytes for each in lost_shards):
             yield SectionStripe(lane, number, block, inputs, tuple(lost_shards), size // w, program)

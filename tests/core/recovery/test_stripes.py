@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,18 +11,30 @@ import pytest
 from reft.core.coding.placement import Placement, place
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.stripes import SectionStripe, StripeSlice, parity_number, section_stripes, slot_name
+from reft.core.layout.regions import RegionCopy
+from reft.core.recovery.plan import DecodeOperation, SlotReaders, TransferPlan, TransferSizes
+from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
+from reft.core.recovery.stripes import (
+    SectionStripe,
+    StripeSlice,
+    parity_number,
+    section_sources,
+    section_stripes,
+    slot_name,
+)
+from tests.core.recovery.test_plan import lines_run
 
 CHUNK = 4096
+SMALL = TransferSizes(piece=4 * CHUNK, band=16 * CHUNK, window=16 * CHUNK, ahead=8 * CHUNK)
 
 
-def lanes_of(sizes: list[int]) -> Placement:
+def lanes_of(sizes: list[int], f: int = 1, domains: Sequence[int] = ()) -> Placement:
     """Returns the placement of ranks that each have one leaf of so many bytes."""
     layouts = {
         bytes([rank]): pack([Leaf(f"own{rank}", "uint8", (size,), (1,), size, False, (size,), (0,))])
         for rank, size in enumerate(sizes)
     }
-    return place(divide(layouts, list(layouts), (), 0), list(range(len(sizes))), "auto", 1, CHUNK, slots=4)
+    return place(divide(layouts, list(layouts), (), 0), domains or list(range(len(sizes))), "auto", f, CHUNK, slots=4)
 
 
 def stripes_of(placement: Placement, lost: int) -> list[SectionStripe]:
@@ -86,3 +99,50 @@ def test_slots_are_named_for_people():
     assert [slot_name(number, 3) for number in (0, 2, 3, 5)] == [
         "rank 0", "rank 2", "the parity of rank 0", "the parity of rank 2"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("f", [1, 2])
+def test_the_sources_of_sections_cost_the_same_for_any_number_of_bytes(f):
+    def work(size: int) -> int:
+        placement = lanes_of([size] * 8, f)
+        have = set(range(16)) - {0, 8}
+        section_sources(placement, [0], have)  # makes the programs, once
+        sources: set[int] = set()
+        lines = lines_run(lambda: sources.update(section_sources(placement, [0], have)))
+        read = {each.owner for stripe in section_stripes(placement, [0], have) for each in stripe.inputs.values()}
+        assert sources == read
+        return lines
+
+    assert work(40 << 20) == work(4 << 20)
+
+
+def section_plan(size: int, f: int) -> TransferPlan:
+    """Returns the plan of 16 ranks on 8 nodes: two guard lanes, and rank 0 has lost its slot."""
+    ranks, nodes = range(16), {f"node{node}": [2 * node, 2 * node + 1] for node in range(8)}
+    placement = lanes_of([size] * 16, f, [rank // 2 for rank in ranks])
+    assert [lane.f for lane in placement.guard_lanes] == [f, f]
+    sources = {old: f"node{old % 16 // 2}" for old in range(32) if old not in (0, 16)}
+    location = PieceLocation(PieceSource.SLOT, 0, placement.rank_placement(0).unreplicated_offset)
+    need = PieceTransfer("own0", size, location, RegionCopy(0, 0, size), (0,))
+    return TransferPlan([need], placement, SlotReaders.of(sources, nodes, 16), [0], sizes=SMALL, sections=[0])
+
+
+def described(plan: TransferPlan, rank: int) -> list[tuple[str, int]]:
+    return [(type(each).__name__, each.slice.stripe if isinstance(each, DecodeOperation) else each.owner)
+            for each in plan.operations(rank)]  # fmt: skip
+
+
+@pytest.mark.parametrize("f", [1, 2])
+def test_ranks_of_another_lane_have_no_work_that_grows_with_the_bytes(f, monkeypatch):
+    small, large = section_plan(200_000, f), section_plan(2_000_000, f)
+    other = large.placement.guard_lanes[1 - large.placement.guard_lane_of(0)[0]]
+    readers = {large.readers.reader_of[old] for old in section_sources(large.placement, [0], large.readers.reader_of)}
+    idle = sorted({*other.members} - readers - {0})
+    assert idle, "ranks that read no source"
+    for plan in (small, large):
+        assert not list(plan.operations(idle[0]))
+    assert lines_run(lambda: list(large.operations(idle[0]))) == lines_run(lambda: list(small.operations(idle[0])))
+    before = [described(large, rank) for rank in range(16)]
+    assert sum(map(bool, before)) > 6
+    monkeypatch.setattr(TransferPlan, "_takes_part", lambda *_: True)
+    assert [described(large, rank) for rank in range(16)] == before
