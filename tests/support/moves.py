@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -150,3 +151,17 @@ ROWS = {
     "v": torch.arange(20_011).to(torch.bfloat16),
     "b": torch.arange(17, dtype=torch.float64),
 }
+
+
+def drawn_move(
+    rng: random.Random, whole: Tensors, old: Shape, new: Shape, per_node: int
+) -> tuple[Move, dict[str, list[int]], list[int]]:
+    """Returns a move, the ranks of each new node, and the ranks of one old node to lose."""
+    domains = [rank // per_node for rank in range(old.world)]
+    move = Move(whole, old, new, domains, rng.choice(("auto", "aec", "arc", "none")), rng.choice((None, 1, 2)),
+                slots=4)  # fmt: skip
+    nodes: dict[str, list[int]] = {}
+    for rank in range(new.world):
+        nodes.setdefault(f"node{rng.randrange(new.world + 1)}", []).append(rank)
+    gone = rng.choice(domains)
+    return move, nodes, [rank for rank in range(old.world) if domains[rank] == gone]

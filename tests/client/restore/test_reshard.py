@@ -12,7 +12,7 @@ from reft.client.restore.executor import NO_RANK, LoadReport
 from reft.client.restore.restore import damaged_at_load
 from reft.wire.slot_format import chunk_digest
 from tests.support.loads import CLEAN
-from tests.support.moves import CHUNK, ROWS, Move, replicated, rows
+from tests.support.moves import CHUNK, ROWS, Move, drawn_move, replicated, rows
 from tests.support.shapes import random_shape, whole_state
 from tests.support.shards import Postbox
 
@@ -23,14 +23,7 @@ def test_any_shape_is_restored_into_any_other(seed):
     whole = whole_state(rng, rng.randint(1, 12), rng.choice((10, 300, 3000)))
     old, new = random_shape(rng, whole), random_shape(rng, whole)
     per_node = rng.choice((1, 1, 2, 3))
-    domains = [rank // per_node for rank in range(old.world)]
-    move = Move(whole, old, new, domains, rng.choice(("auto", "aec", "arc", "none")), rng.choice((None, 1, 2)),
-                slots=4)  # fmt: skip
-    nodes: dict[str, list[int]] = {}
-    for rank in range(new.world):
-        nodes.setdefault(f"node{rng.randrange(new.world + 1)}", []).append(rank)
-    gone = rng.choice(domains)
-    lost = [rank for rank in range(old.world) if domains[rank] == gone]
+    move, nodes, lost = drawn_move(rng, whole, old, new, per_node)
     for without in ([], lost) if move.can_lose(lost) else ([],):
         assert move.load(without, nodes) == [CLEAN] * new.world
         assert move.is_whole()

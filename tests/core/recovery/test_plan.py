@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,8 @@ from reft.core.recovery.plan import (
 )
 from reft.core.recovery.shard_matching import PieceSource
 from reft.core.recovery.walk import WalkPhase, walk
-from tests.support.moves import Move
+from tests.support.line_count import lines_run
+from tests.support.moves import drawn_move
 from tests.support.shapes import Shape, placement_for, random_shape, whole_state
 
 CHUNK = 4096
@@ -110,14 +109,7 @@ def random_move(seed: int) -> Plans:
     per_node = rng.choice((1, 2))
     if seed % 2:  # replicas, so that a lost node can be lost
         old = Shape((rng.randint(3, 6) * per_node,), dict.fromkeys(whole, (None,)), {}, {})
-    domains = [rank // per_node for rank in range(old.world)]
-    move = Move(whole, old, new, domains, rng.choice(("auto", "aec", "arc", "none")), rng.choice((None, 1, 2)),
-                slots=4)  # fmt: skip
-    nodes: dict[str, list[int]] = {}
-    for rank in range(new.world):
-        nodes.setdefault(f"node{rng.randrange(new.world + 1)}", []).append(rank)
-    gone = rng.choice(domains)
-    lost = [rank for rank in range(old.world) if domains[rank] == gone]
+    move, nodes, lost = drawn_move(rng, whole, old, new, per_node)
     lost = lost if move.can_lose(lost) else []
     plan = move.plan(lost, nodes, SIZES)
     return Plans(move.placement, [plan] * new.world, plan.lost)
@@ -382,24 +374,6 @@ def test_the_names_of_targets_are_those_of_cells():
 
 
 # Work
-
-
-def lines_run(work: Any) -> int:
-    """Counts the Python lines that some work runs; a clock would depend on the machine."""
-    count = 0
-
-    def each(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return each
-
-    before = sys.gettrace()
-    sys.settrace(each)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 @pytest.mark.parametrize("lost", [(), (1,)])

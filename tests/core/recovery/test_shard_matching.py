@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -20,6 +17,7 @@ from reft.core.recovery.shard_matching import (
     pieces_of,
     wanted_leaves,
 )
+from tests.support.line_count import lines_run
 from tests.support.shapes import placement_for
 
 
@@ -121,24 +119,6 @@ def test_another_shape_is_recognised():
     )
     other = [[rows("w", 3 * rank, 3, 12)] for rank in range(4)]
     assert is_same(four, other), "another model: refused elsewhere, by name"
-
-
-def lines_run(work: Any) -> int:
-    """Counts the Python lines that some work runs; a clock would depend on the machine."""
-    count = 0
-
-    def each(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return each
-
-    before = sys.gettrace()
-    sys.settrace(each)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def grid(rows: int, columns: int) -> list[Leaf]:
