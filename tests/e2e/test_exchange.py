@@ -23,11 +23,11 @@ import pytest
 
 from reft.cli.demo.records import TrainingResult, compare
 from tests.e2e.test_example_losses import Example
-from tests.support.netns import marked
+from tests.support.netns import NODE_MARK, marked
 from tests.support.nodes import Machine, Nodes, stop_at
 
 STEPS = 60
-LATER = 10  # steps between two losses, so that a step of the new epoch is protected
+LATER = 16  # steps between two losses, so that a step of the new epoch is protected
 KINDS = ["turn", "snapshot", "between", "restore"]
 FSDP2, ZERO1 = Example("fsdp2", 4, 1, True, steps=STEPS), Example("zero1", 4, 1, True, steps=STEPS)
 each_example = pytest.mark.parametrize("example", [FSDP2, ZERO1], ids=["fsdp2", "zero1"])
@@ -70,18 +70,23 @@ def movers(mark: str) -> list[psutil.Process]:
     return found
 
 
-def lose_at(nodes: Nodes, moment: Moment) -> tuple[float, int]:
+def lose_at(nodes: Nodes, moment: Moment, base: int) -> tuple[float, int]:
     """Waits for the moment and replaces its node.
 
-    Returns the time of the loss, and the newest step that was announced as protected before.
+    Args:
+        base: the newest step that was protected at the loss before; -1 if there was none.
+
+    Returns:
+        The time of the loss, and the newest step that was announced as protected before.
     """
-    protected = nodes.until(lambda: nodes.protected("job") + 1, "a protected step") - 1
+    nodes.until(lambda: nodes.protected("job") > base, "a newer protected step")
+    protected = nodes.protected("job")
     standing: list[psutil.Process] = []
     if moment.kind == "restore":
         nodes.await_step(moment.step)
         nodes.kill_ranks((moment.rank + 1) % nodes.world)
     if moment.kind == "turn":
-        standing = movers(nodes.mark(nodes.living[(moment.rank + 1) % nodes.world]))
+        standing = movers(nodes.trainers()[(moment.rank + 1) % nodes.world].environ()[NODE_MARK])
         assert standing, "a daemon of an exchanging job has a mover"
         for each in standing:
             each.suspend()
@@ -116,11 +121,13 @@ def check(example: Example, plain: TrainingResult, *seeds: int) -> None:
         nodes.launch(
             "job", example.steps, script=["tests.support.recorded"],
             failpoints=",".join(moment.failpoint(i) for i, moment in enumerate(moments)), fails_later=len(moments) > 1,
-            arguments=["--example", example.name, "--seal-at", "3"],
+            arguments=["--example", example.name, "--seal-at", "3"], backend="reft",
         )  # fmt: skip
-        losses = [lose_at(nodes, moment) for moment in moments]
+        losses = [(0.0, -1)]
+        for moment in moments:
+            losses.append(lose_at(nodes, moment, losses[-1][1]))
         result = nodes.await_end()
-    for lost_s, protected in losses:
+    for lost_s, protected in losses[1:]:
         bases = {
             next(each.base for each in attempts if each.started_s > lost_s and each.steps)
             for attempts in result.attempts.values()
