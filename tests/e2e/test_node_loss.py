@@ -120,7 +120,9 @@ def check_moment(seed: int, plain: TrainingResult, lose_again: bool) -> None:
     with Nodes(4, ranks_per_node=2) as nodes:
         moment = Moment.drawn(seed, nodes.world)
         nodes.note(str(moment))
-        nodes.launch("job", STEPS, failpoints=moment.failpoint, fails_later=not moment.in_restore)
+        # Both backends: torch's own waits until a lost agent's keep-alive has expired.
+        backend = "c10d" if seed % 3 == 0 else "reft"
+        nodes.launch("job", STEPS, failpoints=moment.failpoint, fails_later=not moment.in_restore, backend=backend)
         losses = [lose_at(nodes, moment)]
         if lose_again:
             nodes.await_protection(epoch=3 if moment.in_restore else 2)
