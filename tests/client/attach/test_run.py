@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +21,14 @@ import reft
 from reft import errors
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachArguments
+from reft.client.attach.run import refuse_other_state
 from reft.config import Config, Launch
 from reft.wire.slot_format import PAGE, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.scenarios.test_state_kinds import Keeper, step_once, train
-from tests.support import scripts
+from tests.support import attaches, scripts
 from tests.support.daemons import purge_and_stop, until
+from tests.support.guarded import GuardedJob
 from tests.support.trainers import Spec, Trainers, run
 
 
@@ -474,3 +478,12 @@ def test_an_optimizer_with_its_own_state_dict_is_reported(attach, capsys):
     assert "not covered: anything that Counting.state_dict adds to torch's" in capsys.readouterr().err
     attach(model, optimizer, job="another")
     assert "state_dict adds" not in capsys.readouterr().err
+
+
+def test_own_state_that_no_gradient_gives_is_refused_where_it_would_be_copied():
+    introduction: Any = SimpleNamespace(state=SimpleNamespace(tracked=SimpleNamespace(items=list)))
+    copied, exchanged = (GuardedJob(2, scheme=scheme).placement for scheme in ("aor", "auto"))
+    with pytest.raises(errors.UnsupportedState, match=r"only this rank holds own0\.0 and 1 more leaf; with"):
+        refuse_other_state(attaches.context(), introduction, copied)
+    for placement in (exchanged, replace(copied, slots=3), replace(copied, tolerate=0)):
+        refuse_other_state(attaches.context(), introduction, placement)
