@@ -21,7 +21,7 @@ import reft
 from reft import errors
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachArguments
-from reft.client.attach.run import refuse_other_state
+from reft.client.attach.run import plan_restore, refuse_other_state
 from reft.config import Config, Launch
 from reft.wire.slot_format import PAGE, best_header
 from reft.wire.v1 import daemon_pb2 as pb
@@ -487,3 +487,22 @@ def test_own_state_that_no_gradient_gives_is_refused_where_it_would_be_copied():
         refuse_other_state(attaches.context(), introduction, copied)
     for placement in (exchanged, replace(copied, slots=3), replace(copied, tolerate=0)):
         refuse_other_state(attaches.context(), introduction, placement)
+
+
+def test_such_state_is_refused_at_a_fresh_start_and_stops_no_job_that_goes_on(monkeypatch):
+    def planned(base: object) -> object:
+        plan = SimpleNamespace(base=base, placement=GuardedJob(2, scheme="aor").placement)
+        monkeypatch.setattr("reft.client.attach.run.make_plan", lambda *_: plan)
+        monkeypatch.setattr("reft.client.attach.run.compare", lambda *_: [])
+        monkeypatch.setattr("reft.client.attach.run.manifest_of_base", lambda *_: base)
+        tracked = SimpleNamespace(items=list)
+        secrets = SimpleNamespace(ident=lambda number: b"")
+        parts: Any = SimpleNamespace(
+            state=SimpleNamespace(tracked=tracked), ranks=SimpleNamespace(secrets=secrets), base=base, mismatched=(),
+            number=0, buffer=SimpleNamespace(nbytes=1), job=SimpleNamespace(id="job"), close=lambda: None,
+        )  # fmt: skip
+        return plan_restore(attaches.context(), parts, parts, parts, parts, parts, parts) is plan
+
+    with pytest.raises(errors.UnsupportedState, match="only this rank holds"):
+        planned(None)
+    assert planned(SimpleNamespace(mismatched=()))
