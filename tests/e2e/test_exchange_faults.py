@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import PINS_DIGEST_BYTES
 from tests.e2e.test_total_loss import asked
 from tests.support.daemons import DaemonProcess, Site, until, vanish
 from tests.support.equality import assert_equal
@@ -73,8 +74,9 @@ def lose(site: Site, nodes: list[DaemonProcess], node: int, plain: list[dict[str
     return after[0]["began"]
 
 
-def record_of(node: DaemonProcess) -> pb.JobRecord:
-    return pb.JobRecord.FromString((node.folder / "job" / "record").read_bytes())
+def recorded_pins(node: DaemonProcess) -> pb.Pins:
+    data = (node.folder / "job" / "pins").read_bytes()
+    return pb.PinsRecord.FromString(data[PINS_DIGEST_BYTES:]).pins
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_a_daemon_killed_in_a_turn_goes_on_after_its_restart(site, plain, node, 
     trainers.wait_for(40)
     other = nodes[2]
     assert protected(other) == P and other.status("job").exchange.turn > P, "announced before the kill"
-    recorded = record_of(nodes[0]).pins
+    recorded = recorded_pins(nodes[0])
     assert recorded.turn > P or recorded.protected > P
     nodes[node].environment = {}
     nodes[node].start()

@@ -249,17 +249,6 @@ class Arena:
         """
         self.write_file(record.manifest.job, "record", record.SerializeToString())
 
-    def write_pins(self, record: pb.JobRecord) -> None:
-        """Replaces a job's pins, without the rest of its record.
-
-        Raises:
-            NoRoom, AttachError: see `write_file`.
-        """
-        pins = pb.PinsRecord(epoch=record.decision.epoch, pins=record.pins).SerializeToString()
-        self.write_file(record.manifest.job, "pins", xxhash.xxh3_64_digest(pins) + pins)
-        protected = record.pins.protected if record.pins.HasField("protected") else -1
-        self._failpoints.hit("record.pins", step=protected, epoch=record.decision.epoch.counter)
-
     def write_file(self, job: str, name: str, data: bytes) -> Path:
         """Writes a small file into the job's folder.
 
@@ -550,8 +539,20 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
+def write_pins(arena: Arena, record: pb.JobRecord) -> None:
+    """Replaces a job's pins, without the rest of its record.
+
+    Raises:
+        NoRoom, AttachError: see `Arena.write_file`.
+    """
+    pins = pb.PinsRecord(epoch=record.decision.epoch, pins=record.pins).SerializeToString()
+    arena.write_file(record.manifest.job, "pins", xxhash.xxh3_64_digest(pins) + pins)
+    protected = record.pins.protected if record.pins.HasField("protected") else -1
+    arena._failpoints.hit("record.pins", step=protected, epoch=record.decision.epoch.counter)
+
+
 def _take_pins(record: pb.JobRecord, path: Path) -> None:
-    """Puts the pins of a file into the record, if they are of the record's epoch.
+    """Puts a file's pins of the record's epoch into the record.
 
     Raises:
         ValueError: the file has changed. Older pins would let go of the protected step.

@@ -24,6 +24,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import write_pins
 from reft_daemon.arena.headers import header_of
 from reft_daemon.jobs.changes import ChangeKind
 from reft_daemon.jobs.job_record import JobRecord
@@ -195,7 +196,7 @@ def has_recorded(job: JobRecord, pins: Pins, before: Pins) -> bool:
         return True
     job.record.pins.CopyFrom(messages.pins_to(pins))
     try:
-        job.arena.write_pins(job.record)
+        write_pins(job.arena, job.record)
     except AttachError as error:
         job.record.pins.CopyFrom(messages.pins_to(before))
         log.error("job=%s no newer step becomes whole: the pins can't be recorded: %s", job.id, error)

@@ -265,13 +265,15 @@ def next_pins(
 
 
 def _may_begin(pins: Pins, facts: ExchangeFacts) -> bool:
-    """Whether a turn of the newest whole step may begin.
+    """Whether a turn of the newest whole step may begin."""
+    return pins.turn < 0 <= pins.whole and facts.lanes > 0 and _leaves_two_slots(pins, facts)
 
-    The pins must leave two slots: those of the turn, and of the guarded step or the guard.
-    """
+
+def _leaves_two_slots(pins: Pins, facts: ExchangeFacts) -> bool:
+    """Whether a turn of the whole step, beside what is pinned, leaves two slots."""
     is_older_pinned = pins.guarded_step >= 0 or facts.has_guard
     pinned = 1 + (is_older_pinned and pins.guarded_step != pins.whole)
-    return pins.turn < 0 <= pins.whole and facts.lanes > 0 and pinned <= facts.slots - 2
+    return pinned <= facts.slots - 2
 
 
 @dataclass

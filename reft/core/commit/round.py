@@ -30,7 +30,7 @@ reports the newest step that it knows to be whole, and nothing about older steps
 dropped. So a restarted coordinator learns what its predecessor announced. Other nodes pass that
 step on, and act only on the outcome: a step that is whole may come with pins that they don't know.
 
-The coordinator of a job that exchanges announces only what its record has. So its shell asks for
+The coordinator of a job that exchanges announces only pins that are written. So its shell asks for
 `next_outcome`, writes the pins, and calls `announce`. Without an exchange a report is announced at
 once.
 

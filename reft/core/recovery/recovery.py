@@ -317,7 +317,7 @@ def _is_replaceable(rank: int, evidence: _Evidence, placement: Placement) -> boo
 
 
 def _survives_another(members: Sequence[int], f: int, slots: Mapping[int, HeldSlot]) -> bool:
-    """Whether a lane of a cell can be decoded without any one node; without f nothing may lack."""
+    """Whether a lane can be decoded without any one node; if f = 0, at all."""
     nodes = [slots[rank].node for rank in members if rank in slots]
     lost = len(members) - len(nodes)
     return lost + 1 <= f and len(set(nodes)) == len(nodes) if f else not lost

@@ -104,6 +104,6 @@ def test_each_broken_rule_is_caught(name):
 def test_a_turn_may_not_begin_while_the_pins_leave_one_slot(monkeypatch):
     """With a turn beside the protected version, a rank with three slots waits for the turn."""
     monkeypatch.setattr("tests.core.model.turns_model.SLOTS", 3)
-    monkeypatch.setattr("reft.core.commit.pins._leaves_two_slots", lambda protected, facts: True)
+    monkeypatch.setattr("reft.core.commit.pins._leaves_two_slots", lambda pins, facts: True)
     with pytest.raises(Violation, match="no slot to go on with"):
         walk(Size(slots=3, steps=6, voids=False), Rules(), 600)

@@ -90,11 +90,11 @@ def test_a_record_that_cannot_be_written_announces_nothing_new(arena, monkeypatc
     both_seal(job, 1)
     before = job.round.outcome
 
-    def refuse(record: pb.JobRecord) -> None:
+    def refuse(*_: object) -> None:
         raise NoRoom("the memory is full.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "write_pins", refuse)
+        patch.setattr(rounds, "write_pins", refuse)
         both_seal(job, 2)
         assert job.round.outcome == before and not before.decides(2), "neither whole nor void"
         assert messages.pins_from(job.record.pins) == before.pins
