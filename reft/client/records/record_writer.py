@@ -123,7 +123,7 @@ class RecordWriter:
         self._thread.submit(lambda: self._add(update))
 
     def finish(self, mark: int, updated: frozenset[int], gap: str) -> Future[None]:
-        """Seals the record of a mark, or makes the mark a gap; the future is done then.
+        """Seals the record of a mark, or makes the mark a gap. Then the future is done.
 
         Args:
             mark: the mark.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import pytest
 import torch
 
-from reft.client.records.record_copy import HostRecordCopy
+from reft.client.records.record_copy import DeviceRecordCopy, HostRecordCopy
 from reft.client.records.record_plan import plan_records
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.commit.gradient_records import RecordDigests, chain_gap
@@ -19,6 +20,7 @@ from reft.core.commit.version import Epoch
 from reft.errors import UnsupportedState
 from reft.wire.record_format import NO_PARAMETER, NO_RECORD
 from tests.support.gradient_records import RecordingRank, gradient_of, parameter_of, tensor_of
+from tests.support.streams import Inline, Late
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 OWNED = {"model.0.p1", "model.0.p3", "model.0.p5"}
@@ -208,6 +210,24 @@ def test_a_gradient_that_is_overwritten_tears_the_record_and_later_ones_are_clon
     assert rank.recorder.stats()["records_torn"] == 1
 
 
+@pytest.mark.parametrize("device", [Inline, Late])
+def test_a_device_copies_the_same_bytes_on_its_side_stream(made, device):
+    rank = made(Adam, copy=DeviceRecordCopy(device()), weight_decay=0.1)
+    rank.parameters[3].requires_grad_(requires_grad=False)
+    for mark in range(1, 4):
+        rank.step()
+        rank.mark()
+        assert_recorded(rank, mark)
+    host = made(Adam, weight_decay=0.1)
+    host.parameters[3].requires_grad_(requires_grad=False)
+    for _ in range(3):
+        host.step()
+        host.mark()
+    assert {mark: digest for mark, (_, digest, _) in rank.records().items()} == {
+        mark: digest for mark, (_, digest, _) in host.records().items()
+    }
+
+
 def test_gradients_in_a_bucket_are_cloned_at_once(made):
     """As DDP keeps them with gradient_as_bucket_view."""
     slow = SlowCopy()
@@ -374,7 +394,7 @@ def test_hold_ends_after_its_deadline(made):
     rank = made(AdamW, copy=slow)
     rank.step()
     assert slow.has_begun.wait(20)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(FutureTimeout):
         rank.recorder.hold(0.01)
     slow.may_go.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ from reft.core.layout.layout import pack
 from reft.core.pipeline.course import PacingPlan, Phase
 from reft.core.pipeline.pacing import Tier
 from reft.core.status.protection import protection_counts
-from reft.errors import NoRoom
+from reft.errors import NoRoom, ReftError
 from reft.failpoints import Failpoints
 from reft.wire import capsule_format
 from reft.wire.capsule_format import NO_NAMES
@@ -369,6 +370,37 @@ def test_waiting_for_a_step_returns_memory_to_a_restarted_daemon(rank):
     rank.slots._leases = SimpleNamespace(give_back=returned.append)
     assert rank.snapshots.wait(1, 20)
     assert [slot.index for slots in returned for slot in slots] == [0] and not rank.reporter.slots_missing
+
+
+def test_a_new_layout_holds_the_recorder_of_gradients_and_closing_ends_it(rank):
+    acts = []
+    rank.snapshots.recorder = SimpleNamespace(
+        hold=lambda deadline_s: acts.append("hold"), resume=lambda: acts.append("resume"),
+        close=lambda: acts.append("close"),
+    )  # fmt: skip
+    rank.reporter.close = rank.reporter.release = lambda: None
+    rank.snapshots.hold(20)
+    rank.snapshots.resume()
+    rank.snapshots.release()
+    assert acts == ["hold", "resume", "close"]
+
+    def late(deadline_s: float) -> None:
+        raise FutureTimeout
+
+    rank.snapshots.recorder.hold = late
+    with pytest.raises(ReftError, match="did not end within"):
+        rank.snapshots.hold(0.1)
+    assert acts[-1] == "resume", "snapshots and records go on"
+
+
+def test_memfds_of_records_are_returned_with_those_of_slots(rank):
+    returned = []
+    rank.slots._slots[0].descriptor = 7
+    rank.slots._records = [SimpleNamespace(index=0, descriptor=8), SimpleNamespace(index=1, descriptor=-1)]
+    rank.slots._leases = SimpleNamespace(give_back=returned.append)
+    rank.slots.give_back()
+    assert [[slot.descriptor for slot in slots] for slots in returned] == [[7, 8]]
+    rank.slots._records = []
 
 
 def test_a_pinned_slot_is_never_written_again():
