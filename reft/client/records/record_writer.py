@@ -144,6 +144,7 @@ class RecordWriter:
         if self._failure is not None:
             return
         try:
+            self._check_owner()
             record = self._open
             if record is None or record.mark != update.mark:
                 record = self._open = self._opened(update.mark, self._plan.layout.data_bytes)
@@ -153,18 +154,18 @@ class RecordWriter:
         except Exception as error:  # a failed record must never end training
             self._failure = error
 
+    def _check_owner(self) -> None:
+        """Raises ReftError if this process must write no slot any more."""
+        if self._reporter.is_stale:
+            raise ReftError("a newer attach owns the job.")
+
     def _opened(self, mark: int, data_bytes: int) -> _OpenRecord:
         """Returns a record slot that is WRITING.
 
         Raises:
             ReftError: no slot may be written.
         """
-        if self._reporter.is_stale:
-            raise ReftError("a newer attach owns the job.")
         epoch = self._reporter.facts.epoch
-        for slot in self._slots:
-            if mark_of(slot.view(), epoch) >= mark:  # the steps are counted anew
-                slot.map.empty()
         chosen = choose_record_slot([slot.view() for slot in self._slots], epoch, mark, self._reporter.pins)
         if chosen is None:
             raise ReftError(f"all {len(self._slots)} record slots are kept for the next turn.")
@@ -184,6 +185,8 @@ class RecordWriter:
         failure, self._failure = self._failure, None
         record, self._open = self._open, None
         try:
+            self._check_owner()
+            self._empty_from(mark)
             if failure is not None:
                 raise failure
             if gap:
@@ -200,6 +203,12 @@ class RecordWriter:
         except Exception as error:  # a failed record must never end training
             self.counts.missed += 1
             self._note(mark, error.message if isinstance(error, ReftError) else f"{type(error).__name__}: {error}")
+
+    def _empty_from(self, mark: int) -> None:
+        """Empties records whose steps are counted anew: they have this mark, or a later one."""
+        for slot in self._slots:
+            if mark_of(slot.view(), self._reporter.facts.epoch) >= mark:
+                slot.map.empty()
 
     def _seal(self, record: _OpenRecord) -> None:
         for optimizer in self._plan.layout.parts.keys() - record.updates.keys() if record.updates else ():

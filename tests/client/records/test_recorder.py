@@ -309,10 +309,10 @@ def test_after_a_mark_that_does_not_follow_the_mark_is_a_gap(made):
     rank.step_number = 0
     rank.mark()
     assert "mark 1 follows mark 2" in rank.writer.counts.reason
+    assert rank.records() == {}, "they have marks that are counted anew"
     rank.step()
     rank.mark()
     assert_recorded(rank, 2)
-    assert sorted(rank.records()) == [1, 2], "mark 1 was recorded under its earlier number"
     assert rank.records()[2][0].previous == NO_RECORD
     rank.step()
     rank.mark()

@@ -39,6 +39,7 @@ def test_record_slots_are_leased_beside_the_slots_and_fit_again(daemon, trainer)
     names = [slot.name for slot in reply.slots]
     assert names == [f"record-0.slot-{i}" for i in range(4)] and not {*names} & {*slots}
     assert held_bytes(daemon) == before + sum(slot.file_bytes for slot in reply.slots)
+    assert daemon.status("job").held_bytes == held_bytes(daemon)
     for record in job.maps(0, names):
         geometry = record.header.geometry
         assert (geometry.table_capacity, geometry.data_capacity, geometry.chunk_bytes) == (0, 3 * CHUNK, CHUNK)
