@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,22 +52,24 @@ class RecordingRank:
         copy: copies the gradients.
         shapes: shapes of the parameters.
         slots: the slots of an earlier rank, to be written on.
+        mark: the completed step; None: unknown.
+        optimizers: how many optimizers the parameters are cut among.
         **values: of the optimizer.
     """
 
     def __init__(
         self, kind: type[torch.optim.Optimizer], groups: int = 1, count: int = 4, copy: RecordCopy | None = None,
         shapes: Sequence[tuple[int, ...]] = ((40, 30), (30,), (3000,), (70, 20), (1,), (9000,)), epoch: Epoch = EPOCH,
-        slots: list[Any] | None = None, mark: int | None = 0, **values: Any,
+        slots: list[Any] | None = None, mark: int | None = 0, optimizers: int = 1, **values: Any,
     ) -> None:  # fmt: skip
         torch.manual_seed(4)
         self.model = nn.Module()
         self.parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
         for i, parameter in enumerate(self.parameters):
             self.model.register_parameter(f"p{i}", parameter)
-        dealt = [{"params": self.parameters[g::groups], "lr": 0.1 / (g + 1)} for g in range(groups)]
-        self.optimizer = kind(dealt, **values)
-        self.tracked = TrackedObjects({"model.0": self.model}, (self.optimizer,), {})
+        self.optimizers = [kind(_dealt(part, groups), **values) for part in _cut(self.parameters, optimizers)]
+        self.optimizer = self.optimizers[0]
+        self.tracked = TrackedObjects({"model.0": self.model}, tuple(self.optimizers), {})
         self.names = [f"model.0.p{i}" for i in range(len(shapes))]
         predicted = self.tracked.predict()
         leaves_of = [[leaf for leaf in predicted if int(leaf.name.rpartition(".p")[2]) % 2 == rank] for rank in (0, 1)]
@@ -82,16 +85,17 @@ class RecordingRank:
         self.writer = RecordWriter(self.plan, self.slots, self.reporter, self.copy, None)
         self.recorder = GradientRecorder(self.plan, self.writer, self.copy, mark)
         self.seen: dict[str, tuple[bytes, bytes]] = {}  # gradient and parameter at the last step
-        self.optimizer.register_step_pre_hook(self._before)
+        for index, optimizer in enumerate(self.optimizers):
+            optimizer.register_step_pre_hook(partial(self._before, index))
         self.step_number = 0
 
-    def _before(self, *_: object) -> None:
+    def _before(self, index: int, *_: object) -> None:
         self.seen = {
             name: (bytes_of(each.grad), bytes_of(each))
             for name, each in zip(self.names, self.parameters, strict=True)
             if each.grad is not None
         }
-        self.recorder.before_step(0)
+        self.recorder.before_step(index)
 
     def backward(self, scale: float = 1.0) -> None:
         loss = sum((each * torch.randn(each.shape)).square().sum() for each in self.parameters)
@@ -127,6 +131,15 @@ class RecordingRank:
 
     def close(self) -> None:
         self.recorder.close()
+
+
+def _cut(parameters: Sequence[nn.Parameter], count: int) -> list[Sequence[nn.Parameter]]:
+    size = -(-len(parameters) // count)
+    return [parameters[begin : begin + size] for begin in range(0, len(parameters), size)]
+
+
+def _dealt(parameters: Sequence[nn.Parameter], groups: int) -> list[dict[str, Any]]:
+    return [{"params": parameters[g::groups], "lr": 0.1 / (g + 1)} for g in range(groups)]
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -19,7 +19,7 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch
 from reft.errors import UnsupportedState
 from reft.wire.record_format import NO_PARAMETER, NO_RECORD
-from tests.support.gradient_records import RecordingRank, gradient_of, parameter_of, tensor_of
+from tests.support.gradient_records import CHUNK, RecordingRank, gradient_of, parameter_of, tensor_of
 from tests.support.streams import Inline, Late
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -171,6 +171,27 @@ def test_records_form_a_chain(made):
     records = rank.records()
     assert records[1][0].previous == NO_RECORD
     assert [records[mark][0].previous for mark in (2, 3, 4)] == [records[mark][1] for mark in (1, 2, 3)]
+    assert chained(rank, 0, 4) == ""
+
+
+def test_several_optimizers_step_in_some_marks_each(made):
+    rank = made(AdamW, optimizers=2)
+    steps: dict[int, tuple[int, ...]] = {1: (0, 1), 2: (1,), 3: (), 4: (1, 0)}
+    for indexes in steps.values():
+        rank.backward()
+        for index in indexes:
+            rank.optimizers[index].step()
+        rank.mark()
+    records = rank.records()
+    for mark, indexes in steps.items():
+        record, _, slot = records[mark]
+        assert [update.optimizer for update in record.updates] == [f"optimizer.{index}" for index in indexes]
+        names = {leaf.name for update in record.updates for leaf in update.leaves}
+        assert names == {item.name for item in rank.plan.layout.items if item.optimizer in indexes}
+        for leaf in (leaf for update in record.updates for leaf in update.leaves):
+            assert mark < 4 or gradient_of(leaf, slot) == rank.seen[leaf.name][0]
+    first, end = rank.plan.layout.parts[0]
+    assert not records[2][2].data[first * CHUNK : end * CHUNK].any(), "what has not stepped is zeros"
     assert chained(rank, 0, 4) == ""
 
 
