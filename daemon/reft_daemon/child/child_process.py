@@ -67,10 +67,12 @@ class ChildProcess:
     Args:
         name: what messages call the child.
         command: arguments of the interpreter; the channel's descriptor follows them.
+        start_s: the time that a start may take.
     """
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], start_s: float = START_S) -> None:
         self.name = name
+        self.start_s = start_s
         self.moved_bytes = 0  # by all processes since this daemon started
         self.running: RunningProcess | None = None
         self._command = command
@@ -100,11 +102,11 @@ class ChildProcess:
                 self.running = self._start()
             running = self.running
             try:
-                await asyncio.wait_for(asyncio.shield(running.ready), START_S)
+                await asyncio.wait_for(asyncio.shield(running.ready), self.start_s)
             except asyncio.TimeoutError:
                 self.end(running)
                 raise ChildGone(
-                    f"the {self.name} did not start in {START_S:g} s.", "look at this daemon's log"
+                    f"the {self.name} did not start in {self.start_s:g} s.", "look at this daemon's log"
                 ) from None
             return running
 

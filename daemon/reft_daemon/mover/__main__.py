@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
 import logging
 import os
-import signal
 import socket
 import ssl
 import sys
 from pathlib import Path
 
-from reft.wire.process import set_oom_score
+from reft_daemon.child.child_setup import become_child
 from reft_daemon.mover.child import CommandServer
 from reft_daemon.mover.range_server import RangeServer
 
 OOM_SCORE = 900  # a lost mover costs one turn of the exchange
 NICE = 10
 BACKLOG = 128
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -33,13 +30,7 @@ def main() -> None:
     parser.add_argument("--tls", type=Path, nargs=3)
     settings = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    # The channel's end ends this process too, but not while it is stopped. Then a pull could still
-    # write a slot that the next daemon's mover has sealed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    set_oom_score(OOM_SCORE)
-    os.nice(NICE)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a signal to the group is for the daemon, whose end ends this process
+    become_child(OOM_SCORE, NICE)
     files = tuple(settings.tls or ())
     # Each connection reads the files as they are now: they may be replaced while jobs run.
     server_tls, client_tls = (functools.partial(_context, is_server, *files) for is_server in (True, False))
