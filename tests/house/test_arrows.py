@@ -25,6 +25,7 @@ PROGRAMS = {
     "reft.cli": "cli",
     "reft.demo": "demo",
     "reft_daemon": "daemon",
+    "reft_replayer": "daemon",  # a child of the daemon, in a package of its own because of torch
 }
 AREAS = PROGRAMS | {"reft.wire": "wire", "reft.core": "core"} | {leaf: leaf for leaf in LEAVES}
 
@@ -84,6 +85,7 @@ LAYERS = {
         "registry",
         "membership",
         "peers",
+        "replay",
         "jobs",
         "mover",
         "child",
@@ -245,7 +247,7 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 def modules(root: Path) -> list[tuple[Path, str]]:
     """Returns the path and the import name of every module of ours."""
     paths = []
-    for base, package in ((root, "reft"), (root / "daemon", "reft_daemon")):
+    for base, package in ((root, "reft"), (root / "daemon", "reft_daemon"), (root / "daemon", "reft_replayer")):
         for path in sorted((base / package).rglob("*.py")):
             parts = path.relative_to(base).with_suffix("").parts
             paths.append((path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)))
