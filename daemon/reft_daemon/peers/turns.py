@@ -51,6 +51,8 @@ from reft_daemon.mover.mover import Mover, ParityWriter, PullFailed, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
 from reft_daemon.mover.range_protocol import FRAME_S, RangeStatus
 from reft_daemon.peers.round_replicator import PeerChannels, reason_of
+from reft_daemon.replay.replay_service import ReplayService
+from reft_daemon.replay.replayer import Replayer
 
 log = logging.getLogger("reft.daemon")
 HOLD_S: Final = 60.0  # from the beginning of an attach to its decision, at most
@@ -103,6 +105,7 @@ class TurnService:
     ) -> None:
         self._peers = peers
         self._mover = mover
+        self._replays = ReplayService(Replayer())
         self._bulk_host = bulk_host
         self._failpoints = failpoints or Failpoints()
         self._turns: dict[str, JobTurn] = {}
@@ -165,6 +168,7 @@ class TurnService:
         self._noted.pop(name, None)
         self._cancel_retry(name)
         self._end(name)
+        self._start(self._replays.drop(name))
 
     async def open_bulk(self, job: JobRecord) -> pb.OpenBulkReply:
         """Returns a ticket to this node's slots of a job.
@@ -233,6 +237,7 @@ class TurnService:
             status.turn_bytes, status.received_bytes = turn.nbytes, turn.received_bytes
         for lane in sorted(job.round.guard.report(pins).lanes):
             status.lanes.add(step=lane.step, lane=lane.lane, words=lane.words)
+        status.replays.extend(self._replays.status(job.id, pins.whole))
         return status
 
     async def close(self) -> None:
@@ -247,6 +252,7 @@ class TurnService:
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self._mover.close()
+        await self._replays.close()
 
     # One turn
 
@@ -354,6 +360,8 @@ class TurnService:
         await leasing.reserve_parity(job, local.rank)
         slot = _buffer_of(job, local, turn.version)
         slot.damaged = None
+        if await self._replays.make(job, local, turn.version, slot):
+            return
         lane = local.lane
         writer = await self._mover.begin(job.id, slot, turn.version, lane.digest, lane.parity_bytes)
         try:

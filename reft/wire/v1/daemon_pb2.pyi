@@ -801,7 +801,7 @@ class JobStatus(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ..., exchange: _Optional[_Union[ExchangeStatus, _Mapping]] = ...) -> None: ...
 
 class ExchangeStatus(_message.Message):
-    __slots__ = ("protected", "protected_age_s", "turn", "turn_age_s", "turn_bytes", "received_bytes", "bytes_per_s", "lanes", "last_turn_s", "sent_bytes", "pace_bytes_per_s", "pace_reason", "parity_bytes", "extra_slot_bytes")
+    __slots__ = ("protected", "protected_age_s", "turn", "turn_age_s", "turn_bytes", "received_bytes", "bytes_per_s", "lanes", "last_turn_s", "sent_bytes", "pace_bytes_per_s", "pace_reason", "parity_bytes", "extra_slot_bytes", "replays")
     PROTECTED_FIELD_NUMBER: _ClassVar[int]
     PROTECTED_AGE_S_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
@@ -816,6 +816,7 @@ class ExchangeStatus(_message.Message):
     PACE_REASON_FIELD_NUMBER: _ClassVar[int]
     PARITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXTRA_SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPLAYS_FIELD_NUMBER: _ClassVar[int]
     protected: int
     protected_age_s: float
     turn: int
@@ -830,7 +831,26 @@ class ExchangeStatus(_message.Message):
     pace_reason: str
     parity_bytes: int
     extra_slot_bytes: int
-    def __init__(self, protected: _Optional[int] = ..., protected_age_s: _Optional[float] = ..., turn: _Optional[int] = ..., turn_age_s: _Optional[float] = ..., turn_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ..., last_turn_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., pace_bytes_per_s: _Optional[int] = ..., pace_reason: _Optional[str] = ..., parity_bytes: _Optional[int] = ..., extra_slot_bytes: _Optional[int] = ...) -> None: ...
+    replays: _containers.RepeatedCompositeFieldContainer[ReplayStatus]
+    def __init__(self, protected: _Optional[int] = ..., protected_age_s: _Optional[float] = ..., turn: _Optional[int] = ..., turn_age_s: _Optional[float] = ..., turn_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ..., last_turn_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., pace_bytes_per_s: _Optional[int] = ..., pace_reason: _Optional[str] = ..., parity_bytes: _Optional[int] = ..., extra_slot_bytes: _Optional[int] = ..., replays: _Optional[_Iterable[_Union[ReplayStatus, _Mapping]]] = ...) -> None: ...
+
+class ReplayStatus(_message.Message):
+    __slots__ = ("lane", "reason", "verified", "lag", "marks", "cpu_s", "left_out")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    LAG_FIELD_NUMBER: _ClassVar[int]
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    lane: int
+    reason: str
+    verified: int
+    lag: int
+    marks: int
+    cpu_s: float
+    left_out: int
+    def __init__(self, lane: _Optional[int] = ..., reason: _Optional[str] = ..., verified: _Optional[int] = ..., lag: _Optional[int] = ..., marks: _Optional[int] = ..., cpu_s: _Optional[float] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots", "repaired_slots")

@@ -1,0 +1,270 @@
+"""Turns of copy lanes with a real replayer and real movers: recomputed, or made by the exchange."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reft.core.commit.decision import Decision
+from reft.core.commit.version import Version
+from reft.wire import messages
+from reft.wire.manifest import layouts_of, placement_of
+from reft.wire.process import stat_of
+from reft.wire.record_format import NO_RECORD
+from reft.wire.slot_format import PAGE
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import Arena
+from reft_daemon.jobs import epochs, gradient_records, leasing, parity, rounds, slot_reads
+from reft_daemon.jobs.capsule_replication import node_placement
+from reft_daemon.jobs.changes import ChangeQueue
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.mover.mover import Mover, MoverSettings
+from reft_daemon.peers.turns import TurnService
+from tests.support.exchange import CHUNK, SLOTS, leaf
+from tests.support.jobs import epoch_of
+from tests.support.manifests import described
+from tests.support.replays import SHAPES, TrainingOwner, owner_capsule, write_owner_step, write_record
+
+COUNT = 3
+RECORDS = 4
+
+
+class ReplayNodes:
+    """Three nodes in this process, each with a rank that trains, and its copy of the next rank.
+
+    Attributes:
+        guarded: (node, step), as noted in the round.
+    """
+
+    def __init__(self, folder: Path, settings: tuple[str, dict[str, Any]]) -> None:
+        shapes = [{f"{rank}.{name}": shape for name, shape in SHAPES.items()} for rank in range(COUNT)]
+        self.owners = [TrainingOwner(rank, *settings, own) for rank, own in enumerate(shapes)]
+        shared = leaf("shared", 3 * CHUNK + 100)
+        self.manifest = pb.Manifest(
+            job="job", named=True, token=bytes(32), world=COUNT, every=1, protect="aor", tolerate=1,
+            chunk_bytes=CHUNK, slots=SLOTS,
+            nodes=[pb.Node(name=f"n{i}", id=f"id{i}", ranks=[i], addresses=[f"unix:/{i}"]) for i in range(COUNT)],
+            **described(*([shared, *owner.leaves.values()] for owner in self.owners)),
+        )  # fmt: skip
+        self.placement = placement_of(self.manifest)
+        (self.lane,) = self.placement.guard_lanes
+        assert self.lane.is_copies and [self.lane.copied_members(i) for i in range(COUNT)] == [[1], [2], [0]]
+        layouts, index = layouts_of(self.manifest)
+        self.names = [layouts.name_table(i) for i in index]
+        self.jobs = [
+            JobRecord(Arena(folder / str(i), 0), pb.JobRecord(manifest=self.manifest), ChangeQueue())
+            for i in range(COUNT)
+        ]
+        self.movers = [Mover(MoverSettings()) for _ in range(COUNT)]
+        self.services = [TurnService(self, mover) for mover in self.movers]  # type: ignore[arg-type]
+        for service in self.services[1:]:  # one process with torch is enough
+            service._replays._replayer = self.services[0]._replays._replayer
+        self.guarded: list[tuple[int, int]] = []
+        self.previous = [NO_RECORD] * COUNT
+        self.mark = 0
+
+    async def call(self, node: pb.Node, *_: object) -> pb.OpenBulkReply:
+        index = int(node.name[1:])
+        return await self.services[index].open_bulk(self.jobs[index])
+
+    async def attach(self, counter: int = 1, base: Version | None = None) -> None:
+        decision = messages.decision_to(Decision(epoch_of(counter), base, (epoch_of(1),), base))
+        fields = {"job": "job", "pid": os.getpid(), "pid_start": stat_of(os.getpid()).start, "chunk_bytes": CHUNK}
+        for rank, job in enumerate(self.jobs):
+            request = pb.DecideRequest(manifest=self.manifest, decision=decision, node_index=rank)
+            epochs.decide(job, request, [], node_placement(self.manifest, rank))
+            data_bytes = self.placement.rank_placement(rank).data_bytes
+            slots = pb.LeaseRequest(rank=rank, slots=SLOTS, data_bytes=data_bytes, table_bytes=PAGE, **fields)
+            records = pb.LeaseRequest(rank=rank, records=RECORDS, record_bytes=8 * CHUNK, **fields)
+            await leasing.slots_for(job, slots)
+            await gradient_records.slots_for(job, records)
+            self.services[rank].release(job.id)
+        self.previous = [NO_RECORD] * COUNT
+
+    def train(self, recorded: bool = True) -> None:
+        """One mark: each rank updates its state, and records the gradients of the next rank."""
+        self.mark += 1
+        for owner in self.owners:
+            owner.update()
+        for rank, job in enumerate(self.jobs if recorded else ()):
+            slot = job.slots.records[f"record-{rank}.slot-{self.mark % RECORDS}"]
+            copied = [self.owners[(rank + 1) % COUNT]]
+            version = Version(job.epoch, self.mark)
+            self.previous[rank] = write_record(slot.map, version, copied, self.previous[rank])
+
+    def snapshot(self, absent: str = "") -> None:
+        """Writes the step of the last mark; the capsules go to the nodes before."""
+        for rank, job in enumerate(self.jobs):
+            version = Version(job.epoch, self.mark)
+            slot = job.slots.current[f"rank-{rank}.slot-{self.mark % SLOTS}"]
+            place = self.placement.rank_placement(rank)
+            data = bytes(place.unreplicated_offset) + self.section(rank)
+            missing = [f"optimizer.0.{absent}.{rank}.matrix"] if absent else []
+            record = owner_capsule(self.owners[rank], version, data, self.names[rank], missing)
+            write_owner_step(slot.map, version, data, record.capsule)
+            holder = self.jobs[rank - 1]
+            decision = messages.decision_from(holder.record.decision)
+            holder.capsule_replication.store.keep(record, decision, holder.round.outcome, COUNT)
+
+    def section(self, rank: int) -> bytes:
+        return self.owners[rank].section(self.placement.rank_placement(rank).unreplicated)
+
+    def pin(self, node: int, **changes: int) -> None:
+        outcome = self.jobs[node].round.outcome
+        pins = replace(outcome.pins, seq=outcome.pins.seq + 1, **changes)
+        self.jobs[node].round.outcome = replace(outcome, pins=pins)
+        self.services[node].wake(self.jobs[node])
+
+    async def turn(self) -> list[pb.ReplayStatus]:
+        """Makes the copies of the last mark; returns how each node made them."""
+        for node in range(COUNT):
+            self.pin(node, whole=self.mark, turn=self.mark, attempt=self.mark)
+        while tasks := set().union(*(service._tasks for service in self.services)):
+            await asyncio.wait(tasks)
+        assert {(node, self.mark) for node in range(COUNT)} <= set(self.guarded)
+        for node, job in enumerate(self.jobs):
+            slot = parity.sealed_parity(job, parity.local_lanes(job)[0], Version(job.epoch, self.mark))
+            wanted = self.section((node + 1) % COUNT)
+            assert slot.map.data[: len(wanted)].tobytes() == wanted and not slot.map.bad_chunks()
+            self.pin(node, turn=-1, protected=self.mark, protected_by=self.mark)
+        statuses = [service.status(job) for service, job in zip(self.services, self.jobs, strict=True)]
+        return [status.replays[0] for status in statuses]
+
+    async def step(self, marks: int = 1) -> list[pb.ReplayStatus]:
+        for _ in range(marks):
+            self.train()
+        self.snapshot()
+        return await self.turn()
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(mover.child.moved_bytes for mover in self.movers)
+
+
+@pytest.fixture
+def play(monkeypatch) -> Callable[..., None]:
+    """Runs a test with nodes."""
+
+    def run(act: Callable[[ReplayNodes], Awaitable[None]], kind: str = "AdamW", **settings: Any) -> None:
+        async def with_nodes(folder: Path) -> None:
+            nodes = ReplayNodes(folder, (kind, {"lr": 1e-2, **settings}))
+            index = {id(job): i for i, job in enumerate(nodes.jobs)}
+            monkeypatch.setattr(rounds, "note_guarded", lambda job, turn: nodes.guarded.append((index[id(job)], turn)))
+            monkeypatch.setattr(slot_reads, "living_ranks", lambda job: job.ranks)
+            try:
+                await asyncio.wait_for(act(nodes), 250)
+            finally:
+                for service in nodes.services:
+                    await service.close()
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as folder:
+                asyncio.run(with_nodes(Path(folder)))
+        finally:
+            torch.set_num_threads(before)
+
+    return run
+
+
+def reasons(lanes: list[pb.ReplayStatus]) -> list[str]:
+    return [lane.reason for lane in lanes]
+
+
+def test_the_first_turn_is_the_movers_and_the_next_ones_move_nothing(play):
+    async def act(nodes: ReplayNodes) -> None:
+        await nodes.attach()
+        assert set(reasons(await nodes.step())) == {"no step is protected yet."}
+        anchor = nodes.moved_bytes
+        assert anchor == sum(nodes.lane.sizes)
+        for marks in (1, 3, 2):
+            lanes = await nodes.step(marks)
+            assert reasons(lanes) == [""] * COUNT
+            assert {(lane.verified, lane.lag, lane.marks) for lane in lanes} == {(nodes.mark, 0, marks)}
+            assert all(lane.cpu_s > 0 for lane in lanes)
+        assert nodes.moved_bytes == anchor
+
+        replayer = nodes.services[0]._replays._replayer
+        assert replayer.pid
+        nodes.services[0].drop("job")
+        while tasks := nodes.services[0]._tasks:
+            await asyncio.wait(tasks)
+        assert not replayer.pid, "nothing else needs the process"
+
+    play(act, "Adam", weight_decay=0.1)
+
+
+def test_what_can_not_be_recomputed_is_made_by_the_mover_in_the_same_turn(play):
+    async def act(nodes: ReplayNodes) -> None:
+        await nodes.attach()
+        await nodes.step()
+        nodes.train()
+        nodes.train(recorded=False)
+        nodes.previous = [NO_RECORD] * COUNT
+        nodes.snapshot()
+        assert set(reasons(await nodes.turn())) == {"the record of mark 3 is missing."}
+        assert reasons(await nodes.step(2)) == [""] * COUNT
+
+        nodes.train()
+        nodes.snapshot(absent="exp_avg")
+        assert "did not exist at both ends" in (await nodes.turn())[0].reason
+        assert "did not exist at both ends" in (await nodes.step())[0].reason
+        assert reasons(await nodes.step()) == [""] * COUNT
+
+        store = nodes.jobs[0].capsule_replication.store
+        store._drop(1, Version(nodes.jobs[0].epoch, nodes.mark))
+        lost = f"the capsule of rank 1, step {nodes.mark} (epoch 1) is not here."
+        assert reasons(await nodes.step()) == [lost, "", ""]
+
+        nodes.train()
+        nodes.jobs[0].slots.records[f"record-0.slot-{nodes.mark % RECORDS}"].map.data[4002] ^= 1
+        nodes.snapshot()
+        lanes = await nodes.turn()
+        assert "the record of mark" in lanes[0].reason and "has changed in memory" in lanes[0].reason
+        assert reasons(lanes)[1:] == ["", ""]
+
+    play(act)
+
+
+def test_wrong_bytes_leave_ever_more_turns_to_the_mover(play):
+    async def act(nodes: ReplayNodes) -> None:
+        await nodes.attach()
+        await nodes.step()
+        attempts = []
+        for _ in range(6):
+            nodes.train()
+            job = nodes.jobs[0]
+            job.slots.records[f"record-0.slot-{nodes.mark % RECORDS}"].map.data[4002] ^= 1
+            nodes.snapshot()
+            attempts.append((await nodes.turn())[0])
+        assert [lane.left_out for lane in attempts] == [0, 0, 1, 0, 2, 1]
+        assert all("has changed in memory" in lane.reason for lane in attempts)
+        await nodes.step()
+        assert (await nodes.step())[0].reason == "", "one attempt more"
+
+    play(act)
+
+
+def test_after_an_attach_the_copies_of_the_base_are_the_first_base(play):
+    async def act(nodes: ReplayNodes) -> None:
+        await nodes.attach()
+        await nodes.step()
+        await nodes.step()
+        base = Version(nodes.jobs[0].epoch, nodes.mark)
+        for job, service in zip(nodes.jobs, nodes.services, strict=True):
+            await service.hold(job)
+        anchor = nodes.moved_bytes
+        await nodes.attach(2, base)
+        assert reasons(await nodes.step(2)) == [""] * COUNT
+        assert nodes.moved_bytes == anchor
+
+    play(act)
