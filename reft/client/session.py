@@ -173,6 +173,7 @@ class Session:
         aec_bytes: replicas that are kept with parity
         arc_bytes: replicas that are kept as copies
         exchange_bytes: bytes with one holder, of which other nodes keep parity
+        aor_bytes: bytes with one holder, of which other nodes keep copies
         none_bytes: bytes that a lost node takes away: the settings ask for no more, all holders
             are on one node, or a rank has no partner to exchange with
         turn_bytes: bytes of this rank that its node sends in one turn of the exchange

@@ -18,6 +18,6 @@ def become_child(oom_score: int, nice: int) -> None:
     # The channel's end ends this process too, but not while it is stopped. Then it could still
     # write a slot that the next daemon's child has sealed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.nice(nice)
+    os.setpriority(os.PRIO_PROCESS, 0, nice)  # not more, where the daemon itself has been made nice
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal to the group is for the daemon, whose end ends this process

@@ -26,7 +26,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan, plan, sealed_parity
 from reft.core.status.loss_analysis import LossAnalysis
 
-SCHEMES: Final = ("aec", "arc", "exchange", "none")
+SCHEMES: Final = ("aec", "arc", "exchange", "aor", "none")
 NO_COUNTS: Final = dict.fromkeys(
     (*(f"{scheme}_bytes" for scheme in SCHEMES), "turn_bytes", "parity_bytes", "extra_slot_bytes"), 0
 )

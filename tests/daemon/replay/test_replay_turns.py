@@ -80,7 +80,7 @@ class ReplayNodes:
         fields = {"job": "job", "pid": os.getpid(), "pid_start": stat_of(os.getpid()).start, "chunk_bytes": CHUNK}
         for rank, job in enumerate(self.jobs):
             request = pb.DecideRequest(manifest=self.manifest, decision=decision, node_index=rank)
-            epochs.decide(job, request, [], node_placement(self.manifest, rank))
+            epochs.decide(job, request, node_placement(self.manifest, rank))
             data_bytes = self.placement.rank_placement(rank).data_bytes
             slots = pb.LeaseRequest(rank=rank, slots=SLOTS, data_bytes=data_bytes, table_bytes=PAGE, **fields)
             records = pb.LeaseRequest(rank=rank, records=RECORDS, record_bytes=8 * CHUNK, **fields)
