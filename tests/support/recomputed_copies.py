@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -29,24 +32,37 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def work(rank: int, world: int, port: int, daemon: str, out: str) -> None:
-    """Runs all cases in one process of the group, and writes how each turn was made."""
+def work(
+    rank: int, world: int, port: int, daemon: str, out: str, cases: Sequence[str] = tuple(CASES), job: str = "",
+    pause: int = 0,
+) -> None:  # fmt: skip
+    """Runs cases in one process of the group, and writes how each turn was made.
+
+    Args:
+        rank, world, port: of the process group.
+        daemon: this node's.
+        out: folder for the results.
+        cases: names of cases.
+        job: name of the job; empty: that of the case.
+        pause: stands still for ever once this step is protected.
+    """
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), REFT_DAEMON=daemon)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     try:
         dist.init_process_group("gloo")
-        for name, case in CASES.items():
-            results[name] = train(name, **case)
+        for name in cases:
+            paused = Path(out, f"{rank}.paused") if pause else None
+            results[name] = train(job or name, pause, paused, **CASES[name])
         dist.destroy_process_group()
     except BaseException:
         results["error"] = traceback.format_exc()
     Path(out, f"{rank}.json").write_text(json.dumps(results))
 
 
-def train(name: str, kind: type, **values: Any) -> dict[str, Any]:
-    """Returns how each turn was made on this node, and the numbers on records."""
+def train(name: str, pause: int, paused: Path | None, kind: type, **values: Any) -> dict[str, Any]:
+    """Returns how each turn was made on this node, and a digest of the last state."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     ddp = DistributedDataParallel(model)
@@ -54,9 +70,13 @@ def train(name: str, kind: type, **values: Any) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     turns = []
     with reft.attach(ddp, optimizer, state={"scheduler": scheduler}, job=name, protect="aor") as session:
+        first = session.step
         for step in session.steps(MARKS):
-            if step:
+            if step > first:
                 turns.append(await_protected(name, step))
+            if paused is not None and step == pause:
+                paused.write_text(turns[-1])
+                threading.Event().wait()
             optimizer.zero_grad()
             torch.manual_seed(1000 * step + dist.get_rank())
             ddp(torch.randn(8, WIDTH)).square().sum().backward()
@@ -64,8 +84,12 @@ def train(name: str, kind: type, **values: Any) -> dict[str, Any]:
             optimizer.step()
             scheduler.step()
         turns.append(await_protected(name, MARKS))
-        stats = session.stats()
-    return {"turns": turns, "stats": {key: value for key, value in stats.items() if key.startswith("record")}}
+        restored = session.restored_from
+    state = [*model.parameters(), *(each for held in optimizer.optim.state.values() for each in held.values())]
+    digest = xxhash.xxh3_128()
+    for tensor in state:
+        digest.update(tensor.detach().numpy().tobytes())
+    return {"turns": turns, "restored": restored, "state": digest.hexdigest()}
 
 
 def await_protected(job: str, step: int) -> str:
