@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from reft.cli.status_view import ExchangeView, JobView, NodeView, RankView
+from reft.cli.status_view import ExchangeView, JobView, NodeView, RankView, ReplayView
 from reft.core.budget import SLOTS, format_bytes
 from reft.core.coding.turn_pace import pace_words
 from reft.core.commit.version import Version
@@ -130,11 +130,24 @@ def exchange_lines(exchange: ExchangeView) -> list[str]:
             f"of slots beyond {SLOTS} a rank."
         )
     lines = wrapped("exchange ", text)
+    for replay in exchange.replays[:LANES_SHOWN]:
+        lines += wrapped("replay ", replay_words(replay))
     for step, lane, words in exchange.lanes[:LANES_SHOWN]:
         lines += wrapped("exposed ", f"lane {lane} of the exchange is not guarded at step {step}: {words}")
     if len(exchange.lanes) > LANES_SHOWN:
         lines.append(f"exposed {counted(len(exchange.lanes) - LANES_SHOWN, 'more lane')}; --json lists all.")
     return lines
+
+
+def replay_words(replay: ReplayView) -> str:
+    """Returns a sentence about the copies of one lane, which gradients may give."""
+    if replay.reason:
+        pause = f" The next attempt follows after {counted(replay.left_out, 'turn')}." if replay.left_out else ""
+        return f"the exchange makes lane {replay.lane}: {replay.reason}{pause}"
+    return (
+        f"lane {replay.lane} is recomputed here, and has its owners' digests at step {replay.verified}, "
+        f"{counted(replay.lag, 'step')} behind; {counted(replay.marks, 'mark')} took {replay.cpu_s:.2f} s of a core."
+    )
 
 
 def memory_lines(job: JobView) -> list[str]:

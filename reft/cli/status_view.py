@@ -67,6 +67,29 @@ class NodeView:
 
 
 @dataclass(frozen=True)
+class ReplayView:
+    """How this node makes its copies of one lane: recomputed from gradients, or by the exchange.
+
+    Attributes:
+        lane: number of the lane.
+        reason: why the exchange made the last turn; empty: the copies were recomputed.
+        verified: newest step whose recomputed copies had the owners' digests; None: there is none.
+        lag: steps from there to the newest whole step.
+        marks: gradient records that the last replay folded.
+        cpu_s: its CPU seconds.
+        left_out: turns that the exchange still makes before the next attempt.
+    """
+
+    lane: int
+    reason: str
+    verified: int | None
+    lag: int
+    marks: int
+    cpu_s: float
+    left_out: int
+
+
+@dataclass(frozen=True)
 class ExchangeView:
     """The exchange of one job, as the asked daemon sees it. A step is None if there is none.
 
@@ -89,6 +112,7 @@ class ExchangeView:
     parity_bytes: int
     extra_slot_bytes: int
     lanes: tuple[tuple[int, int, str], ...]
+    replays: tuple[ReplayView, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,7 +198,14 @@ def _exchange_view(exchange: pb.ExchangeStatus) -> ExchangeView:
         exchange.parity_bytes,
         exchange.extra_slot_bytes,
         tuple((lane.step, lane.lane, lane.words) for lane in exchange.lanes),
-    )
+        tuple(
+            ReplayView(
+                each.lane, each.reason, each.verified if each.verified >= 0 else None, each.lag, each.marks, each.cpu_s,
+                each.left_out,
+            )
+            for each in exchange.replays
+        ),
+    )  # fmt: skip
 
 
 def _holdings(status: pb.JobStatus, job_survey: JobSurvey) -> Holdings | None:
@@ -339,7 +370,14 @@ def _exchange_document(exchange: ExchangeView | None) -> dict[str, Any] | None:
         "parity_bytes": exchange.parity_bytes,
         "extra_slot_bytes": exchange.extra_slot_bytes,
         "unguarded_lanes": [{"step": step, "lane": lane, "reason": words} for step, lane, words in exchange.lanes],
-    }
+        "replays": [
+            {
+                "lane": each.lane, "verified_step": each.verified, "lag": each.lag, "marks": each.marks,
+                "cpu_s": _rounded(each.cpu_s), "reason": each.reason or None, "left_out": each.left_out,
+            }
+            for each in exchange.replays
+        ],
+    }  # fmt: skip
 
 
 def _protection_document(job: JobView) -> dict[str, Any] | None:

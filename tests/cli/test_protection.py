@@ -329,17 +329,38 @@ def test_the_step_that_survives_processes_and_the_one_that_survives_nodes_are_sh
         "protected_step": 40, "protected_age_s": 12.0, "turn_step": 46, "turn_age_s": 1.5, "turn_bytes": 3 << 20,
         "received_bytes": 1 << 20, "bytes_per_s": 2 << 20, "last_turn_s": 1.5, "sent_bytes": 3 << 20,
         "pace_bytes_per_s": 1 << 20, "pace_reason": "because", "parity_bytes": 5 << 20, "extra_slot_bytes": 6 << 20,
-        "unguarded_lanes": [{"step": 46, "lane": 0, "reason": "rank 2 has no slot of it."}],
+        "unguarded_lanes": [{"step": 46, "lane": 0, "reason": "rank 2 has no slot of it."}], "replays": [],
     }  # fmt: skip
 
 
 def test_copies_of_what_exists_once_are_shown():
     exchange = pb.ExchangeStatus(protected=40, protected_age_s=12.0, turn=-1)
+    exchange.replays.add(lane=0, verified=40, lag=6, marks=2, cpu_s=0.25)
+    exchange.replays.add(lane=1, verified=-1, reason="mark 41 has no record.", left_out=2)
     lines = lines_of(exchanging(protect="aor"), whole=46, exchange=exchange)
     text = " ".join(" ".join(lines).split())
+    recomputed = (
+        "replay lane 0 is recomputed here, and has its owners' digests at step 40, 6 steps behind; 2 marks took 0.25 s"
+    )
+    assert recomputed in text
+    assert "the exchange makes lane 1: mark 41 has no record. The next attempt follows after 2 turns." in text
     assert max(map(len, lines)) <= status_text.WIDTH
     assert "copies elsewhere one holder 4 1+1 1 1 12.0 MiB" in text
     assert "protect PROTECTED any 1 failure domain can be lost now." in text
+    status = job(*(rank(i) for i in range(4)), whole=46, exchange=exchange)
+    (document,) = status_view.document(reply(status), [status_view.job_view(status, exchanging())], "x")["jobs"]
+    assert document["exchange"]["replays"] == [
+        {"lane": 0, "verified_step": 40, "lag": 6, "marks": 2, "cpu_s": 0.25, "reason": None, "left_out": 0},
+        {
+            "lane": 1,
+            "verified_step": None,
+            "lag": 0,
+            "marks": 0,
+            "cpu_s": 0.0,
+            "reason": "mark 41 has no record.",
+            "left_out": 2,
+        },
+    ]
 
 
 def test_before_the_first_turn_nothing_is_protected():
