@@ -4,7 +4,8 @@ torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 
 
 Parameters are replicas. Optimizer state has one holder: on several nodes the daemons exchange
 parity of that state, beside training. So a lost node takes the job back to the newest protected
-step.
+step. With REFT_PROTECT=aor nodes keep copies instead, and recompute them from gradients: then
+nothing is sent, and the protected step follows closely.
 """
 
 import argparse
