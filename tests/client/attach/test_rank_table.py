@@ -90,7 +90,7 @@ def test_a_differing_setting_is_named(request_changes, settings_changes, text):
 
 def test_a_node_with_another_protocol_version_is_refused():
     other = replace(INFO.agreed, protocol=7)
-    assert messages.PROTOCOL == 9
+    assert messages.PROTOCOL == 10
     with pytest.raises(ConfigError, match=r"rank 0 has protocol 10, rank 1 7\."):
         job_of(other)
 
