@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from reft.core.commit.decision import Decision
+from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.wire import messages
 from reft.wire.manifest import layouts_of, placement_of
@@ -31,6 +32,7 @@ from reft_daemon.peers.turns import TurnService
 from tests.support.exchange import CHUNK, SLOTS, leaf
 from tests.support.jobs import epoch_of
 from tests.support.manifests import described
+from tests.support.parity import memory_slot
 from tests.support.replays import SHAPES, TrainingOwner, owner_capsule, write_owner_step, write_record
 
 COUNT = 3
@@ -246,6 +248,10 @@ def test_wrong_bytes_leave_ever_more_turns_to_the_mover(play):
             job.slots.records[f"record-0.slot-{nodes.mark % RECORDS}"].map.data[4002] ^= 1
             nodes.snapshot()
             attempts.append((await nodes.turn())[0])
+            spare = memory_slot("spare", 0, nodes.lane.parity_bytes)
+            again = job, parity.local_lanes(job)[0], Version(job.epoch, nodes.mark), spare
+            assert not await nodes.services[0]._replays.make(*again), "a turn that is begun anew"
+            assert spare.map.reread().state is SlotState.EMPTY
         assert [lane.left_out for lane in attempts] == [0, 0, 1, 0, 2, 1]
         assert all("has changed in memory" in lane.reason for lane in attempts)
         await nodes.step()
