@@ -390,7 +390,7 @@ class TwoDaemons:
     def __init__(self, stack: ExitStack) -> None:
         made = [stack.enter_context(common.daemon(f"bench{i}", *FLAGS)) for i in range(NODES)]
         self.addresses = tuple(address for address, _ in made)
-        self._pids = [pid for _, pid in made]
+        self.pids = [pid for _, pid in made]
 
     def logs(self) -> list[str]:
         return [(Path(address.removeprefix("unix:")).parent / "log").read_text() for address in self.addresses]
@@ -405,7 +405,7 @@ class TwoDaemons:
 
     def cpu_s(self) -> float:
         """Returns the processor time of both daemons so far, without their movers."""
-        return sum(map(cpu_s, self._pids))
+        return sum(map(cpu_s, self.pids))
 
     def await_protected(self) -> None:
         """Returns once the newest whole step of the exchanging job is protected on both nodes."""

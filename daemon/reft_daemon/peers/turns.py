@@ -325,8 +325,9 @@ class TurnService:
             if turn.received_bytes:
                 self._last[job.id] = turn
             log.info(
-                "job=%s parity of %s is sealed here: %d bytes in %.2f s", job.id, turn.version, turn.nbytes, took_s
-            )
+                "job=%s parity of %s is sealed here: %d bytes in %.2f s",
+                job.id, turn.version, turn.received_bytes, took_s,
+            )  # fmt: skip
         rounds.note_guarded(job, turn.attempt)
 
     async def _guard(self, job: JobRecord, turn: JobTurn, local: LocalLane) -> bool:
