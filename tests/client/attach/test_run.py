@@ -92,7 +92,7 @@ def test_state_that_can_not_be_stored_is_refused_at_attach_with_its_path(attach,
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "from 1 on"), ({"protect": "aor"}, "not in this version"),
+        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "from 1 on"), ({"protect": "raid"}, "not in this version"),
         ({"slots": 1}, "2 to 16"), ({"job": "../etc"}, "not allowed"), ({"daemon": "nowhere"}, "no address"),
     ],
 )  # fmt: skip

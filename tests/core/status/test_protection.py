@@ -137,7 +137,7 @@ def test_the_counts_of_a_job_that_exchanges():
     assert lane.members == (0, 2)
     counts = protection_counts(placement, 0)
     assert counts == {
-        "aec_bytes": 0, "arc_bytes": 0, "exchange_bytes": 18 << 20, "none_bytes": 1 << 20,
+        "aec_bytes": 0, "arc_bytes": 0, "exchange_bytes": 18 << 20, "aor_bytes": 0, "none_bytes": 1 << 20,
         "turn_bytes": 9 << 20, "parity_bytes": 18 << 20, "extra_slot_bytes": placement.rank_placement(0).data_bytes,
     }  # fmt: skip
     without = protection_counts(placement, 1)
