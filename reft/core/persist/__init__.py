@@ -1,0 +1,1 @@
+"""Checkpoints on storage: their names, which of them counts, and which are kept."""
