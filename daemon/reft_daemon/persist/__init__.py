@@ -1,0 +1,1 @@
+"""Storage: a child of the daemon writes checkpoints there, and reads them."""

@@ -1,0 +1,43 @@
+"""`python -m reft_daemon.persist`: the persister's process. Only a daemon starts it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from reft.wire.process import set_oom_score
+from reft_daemon.persist.child import CommandServer
+from reft_daemon.persist.storage_folder import StorageFolder
+
+OOM_SCORE = 900  # a lost persister costs one attempt
+NICE = 19
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serves one daemon until the channel to the daemon ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--root", type=Path, required=True)
+    settings = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_oom_score(OOM_SCORE)
+    os.nice(NICE)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a signal to the group is for the daemon, whose end ends this process
+    channel = socket.socket(fileno=settings.channel)
+    try:
+        CommandServer(channel, StorageFolder(settings.root)).run()
+    finally:
+        os._exit(0)  # threads may be waiting for storage
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""The checkpoints of one job on storage: written in two phases, listed, and removed.
+
+    each node's persister      node-<i>.<attempt>/rank-<r>.slot … ─► index.json        (phase 1)
+    coordinator's persister    every index by its exact name: there, and as it was reported
+                               no decision that the coordinator does not know
+                               ─► MANIFEST.json, put if absent                          (phase 2)
+    readers                    MANIFEST.json fits its own digest ─► the checkpoint is complete
+
+Invariants
+  1. Whoever dies at whatever write, fsync or link leaves a complete checkpoint, or none. No folder
+     is renamed.
+  2. A manifest names the attempt of each node. Folders of other attempts do not count.
+  3. Retention begins after a newer manifest is durable. It removes a manifest first, and makes that
+     durable, then the files. So an incomplete checkpoint never has a manifest.
+  4. A coordinator that finds a decision which it does not know neither commits nor removes.
+  5. Only names of `reft.core.persist.stored_names` are read or removed.
+
+Two coordinators may commit one version: the first manifest stays, and is as good as the second.
+Each call may block as long as storage does. Only the persister's process calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+from google.protobuf.message import DecodeError
+
+from reft.core.commit.decision import Decision
+from reft.core.commit.version import Version
+from reft.core.persist import retention, stored_names
+from reft.core.persist.stored_lineages import StoredLineage, unknown_decisions
+from reft.errors import AttachError, FormatError
+from reft.wire import messages
+from reft.wire import stored_format as stored
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.persist.slot_copy import SlotSource, copy_slot
+from reft_daemon.persist.storage_folder import StorageFolder
+
+log = logging.getLogger("reft.persister")
+DECISION_MAX: Final = 1 << 20
+LOOKUP_S: Final = 90.0  # NFS may keep for this long that a name was not there
+LOOKUP_PAUSE_S: Final = 0.5
+_DIGEST_BYTES: Final = 16
+
+
+class StaleCoordinator(AttachError):
+    """Storage has a decision that this coordinator does not know: another attach went on."""
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """A complete checkpoint.
+
+    Attributes:
+        name: of its folder.
+        manifest: its manifest.
+        time_s: when the manifest was written, by the storage's clock.
+    """
+
+    name: str
+    manifest: stored.StoredManifest
+    time_s: float
+
+
+class CheckpointStore:
+    """The lineages of one job on storage.
+
+    Args:
+        root: the folder that `--persist` names.
+        job: name of the job.
+    """
+
+    def __init__(self, root: StorageFolder, job: str) -> None:
+        self._folder = root.folder(job)
+        self._job = job
+
+    # Decisions
+
+    def put_decision(self, lineage: str, decision: Decision) -> None:
+        """Keeps the decision of an attach; again for the same one changes nothing.
+
+        Raises:
+            OSError: storage does not take it.
+        """
+        folder = self._folder.folder(lineage)
+        folder.make()
+        name = stored_names.decision_file(decision.epoch)
+        text = messages.decision_to(decision).SerializeToString(deterministic=True)
+        if (
+            not folder.put_if_absent(name, xxhash.xxh3_128_digest(text) + text)
+            and self._decision(folder, name) != decision
+        ):
+            raise AttachError(f"storage has another decision under the name {name}.")
+
+    def decisions(self, lineage: str) -> list[Decision]:
+        """Returns all decisions of a lineage.
+
+        Raises:
+            OSError: storage can't be listed or read.
+            FormatError: a decision is damaged. The order of the others is not known without it.
+        """
+        folder = self._folder.folder(lineage)
+        names = [name for name in folder.names() if stored_names.decided_epoch(name)]
+        return [self._decision(folder, name) for name in names]
+
+    @staticmethod
+    def _decision(folder: StorageFolder, name: str) -> Decision:
+        data = folder.read(name, DECISION_MAX)
+        digest, text = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        try:
+            if xxhash.xxh3_128_digest(text) != digest:
+                raise ValueError("its digest is wrong")
+            decision = messages.decision_from(pb.Decision.FromString(text))
+        except (DecodeError, ValueError) as error:
+            raise FormatError(
+                f"{folder.path / name} is damaged: {error}.", "remove it if no such attach exists"
+            ) from error
+        if decision.epoch != stored_names.decided_epoch(name):
+            raise FormatError(f"{folder.path / name} has the decision of another epoch.")
+        return decision
+
+    # Phase 1, on each node
+
+    def write_node(
+        self, lineage: str, version: Version, node: int, attempt: int, slots: Sequence[SlotSource]
+    ) -> Generator[int, None, stored.StoredNode]:
+        """Writes the slots of a node; yields how many bytes were written, and returns the node.
+
+        Args:
+            lineage: of the job.
+            version: that the slots hold.
+            node: index of the node in the manifest.
+            attempt: of the coordinator. Another attempt writes another folder.
+            slots: of the node's ranks.
+
+        Raises:
+            FormatError: a slot has changed.
+            OSError: storage does not take it, or has this attempt already.
+        """
+        folder = self._checkpoint(lineage, version).folder(stored_names.node_folder(node, attempt))
+        folder.make()
+        files = []
+        with ThreadPoolExecutor(1, "reft-storage") as writer:
+            for slot in slots:
+                file = folder.create(stored_names.rank_file(slot.rank))
+                try:
+                    files.append((yield from copy_slot(slot, version, file, writer)))
+                finally:
+                    file.abandon()
+        index = stored.NodeIndex(version, node, attempt, tuple(files))
+        text = stored.encode_index(index)
+        folder.write(stored_names.INDEX, text)
+        return stored.StoredNode(node, attempt, stored.text_digest(text))
+
+    # Phase 2, on the coordinator
+
+    def commit(self, manifest: stored.StoredManifest, decision: Decision) -> None:
+        """Completes a checkpoint, once every node's index is there as the manifest names it.
+
+        Raises:
+            StaleCoordinator: another attach went on.
+            FormatError: an index differs from what its node reported.
+            OSError: an index is missing after LOOKUP_S, or storage fails.
+        """
+        checkpoint = self._checkpoint(manifest.lineage, manifest.version)
+        end_s = time.monotonic() + LOOKUP_S
+        for node in manifest.nodes:
+            self._check_index(checkpoint, node, manifest.version, end_s)
+        self.refuse_stale(manifest.lineage, decision)
+        if not checkpoint.put_if_absent(stored_names.MANIFEST, stored.encode_manifest(manifest)):
+            # Another coordinator of this version, or an earlier try of this one, has committed.
+            self._manifest(checkpoint, manifest.lineage)
+
+    @staticmethod
+    def _check_index(checkpoint: StorageFolder, node: stored.StoredNode, version: Version, end_s: float) -> None:
+        folder = checkpoint.folder(stored_names.node_folder(node.node, node.attempt))
+        while True:
+            try:
+                index = stored.decode_index(text := folder.read(stored_names.INDEX, stored.TEXT_MAX))
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > end_s:
+                    raise
+            time.sleep(LOOKUP_PAUSE_S)
+        if stored.text_digest(text) != node.index_digest or index.version != version or index.node != node.node:
+            raise FormatError(f"the index in {folder.path} is not the one that node {node.node} has reported.")
+
+    def refuse_stale(self, lineage: str, decision: Decision) -> None:
+        """Raises StaleCoordinator if storage has a decision that `decision` does not know.
+
+        Raises:
+            OSError, FormatError: the decisions can't be read.
+        """
+        if unknown := unknown_decisions(self.decisions(lineage), decision):
+            newest = max(each.epoch.counter for each in unknown)
+            raise StaleCoordinator(
+                f"job {self._job} went on in epoch {newest}; this is epoch {decision.epoch.counter}, which writes nothing "
+                "to storage any more."
+            )
+
+    # Reading
+
+    def lineages(self) -> list[str]:
+        """Returns the names of the job's lineages; storage without the job has none.
+
+        Raises:
+            OSError: storage can't be listed. Then nobody knows whether it is empty.
+        """
+        try:
+            names = self._folder.names()
+        except FileNotFoundError:
+            StorageFolder(self._folder.path.parent).names()  # not there either: the storage itself is missing
+            return []
+        return [name for name in names if stored_names.is_lineage(name)]
+
+    def checkpoints(self, lineage: str) -> list[ListedCheckpoint]:
+        """Returns the complete checkpoints of a lineage. One with a damaged manifest is left out.
+
+        Raises:
+            OSError: storage can't be listed or read.
+        """
+        folder, listed = self._folder.folder(lineage), []
+        for name in folder.names():
+            if stored_names.checkpoint_name(name) is None:
+                continue
+            checkpoint = folder.folder(name)
+            try:
+                manifest = self._manifest(checkpoint, lineage)
+                listed.append(ListedCheckpoint(name, manifest, checkpoint.time_s(stored_names.MANIFEST)))
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # not complete, or removed meanwhile
+            except FormatError as error:
+                log.error("%s is not used: %s", checkpoint.path, error.message)
+        return listed
+
+    def _manifest(self, checkpoint: StorageFolder, lineage: str) -> stored.StoredManifest:
+        manifest = stored.decode_manifest(checkpoint.read(stored_names.MANIFEST, stored.TEXT_MAX))
+        if (manifest.job, manifest.lineage) != (self._job, lineage):
+            raise FormatError(f"it belongs to job {manifest.job}, lineage {manifest.lineage}.")
+        if str(stored_names.CheckpointName.of(manifest.version)) != checkpoint.path.name:
+            raise FormatError(f"it belongs to {manifest.version}.")
+        return manifest
+
+    def lineage(self, name: str) -> StoredLineage:
+        """Returns what storage holds of a lineage.
+
+        Raises:
+            OSError, FormatError: it can't be read.
+        """
+        versions = tuple(each.manifest.version for each in self.checkpoints(name))
+        has_ended = stored_names.ENDED in self._folder.folder(name).names()
+        return StoredLineage(name, tuple(self.decisions(name)), versions, has_ended)
+
+    def indexes(self, listed: ListedCheckpoint) -> Mapping[int, tuple[StorageFolder, stored.StoredFile]]:
+        """Returns rank → folder and file of a complete checkpoint.
+
+        Raises:
+            OSError: an index can't be read.
+            FormatError: an index is damaged, of another checkpoint, or two have the same rank.
+        """
+        checkpoint = self._folder.folder(listed.manifest.lineage).folder(listed.name)
+        files: dict[int, tuple[StorageFolder, stored.StoredFile]] = {}
+        for node in listed.manifest.nodes:
+            self._check_index(checkpoint, node, listed.manifest.version, 0.0)
+            folder = checkpoint.folder(stored_names.node_folder(node.node, node.attempt))
+            for file in stored.decode_index(folder.read(stored_names.INDEX, stored.TEXT_MAX)).files:
+                if file.rank in files:
+                    raise FormatError(f"two nodes of {listed.name} have rank {file.rank}.")
+                files[file.rank] = folder, file
+        return files
+
+    @staticmethod
+    def open(folder: StorageFolder, file: stored.StoredFile) -> int:
+        """Opens a rank's file, read-only; returns the descriptor.
+
+        Raises:
+            OSError: the file can't be opened.
+            FormatError: the file has another length.
+        """
+        path = folder.path / stored_names.rank_file(file.rank)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if os.fstat(descriptor).st_size != file.nbytes:
+            os.close(descriptor)
+            raise FormatError(f"{path} has another length than its index says, {file.nbytes}.")
+        return descriptor
+
+    # Removing
+
+    def end(self, lineage: str) -> None:
+        """Marks a lineage as ended on purpose: a later attach does not find it by itself.
+
+        Raises:
+            OSError: storage does not take it.
+        """
+        self._folder.folder(lineage).put_if_absent(stored_names.ENDED, os.urandom(_DIGEST_BYTES))
+
+    def prune(self, lineage: str, decision: Decision, settings: retention.RetentionSettings) -> list[str]:
+        """Removes what `settings` do not keep; returns the names of the removed folders.
+
+        Raises:
+            StaleCoordinator: another attach went on.
+            OSError, FormatError: storage fails, or can't be read.
+        """
+        self.refuse_stale(lineage, decision)
+        folder = self._folder.folder(lineage)
+        listed = {each.name: each for each in self.checkpoints(lineage)}
+        found = StoredLineage(
+            lineage, tuple(self.decisions(lineage)), tuple(e.manifest.version for e in listed.values())
+        )
+        order = [str(stored_names.CheckpointName.of(version)) for version in found.restorable()]
+        entries = [
+            retention.StoredEntry(name, listed[name].time_s if name in listed else folder.time_s(name), name in listed)
+            for name in folder.names()
+            if stored_names.checkpoint_name(name) is not None
+        ]
+        now_s = max((each.time_s for each in entries), default=0.0)  # the storage's clock, as far as it is known
+        removed = retention.to_remove(entries, order, settings, now_s)
+        for name in removed:
+            self._remove(folder, name)
+        return removed
+
+    @staticmethod
+    def _remove(lineage: StorageFolder, name: str) -> None:
+        checkpoint = lineage.folder(name)
+        checkpoint.remove(stored_names.MANIFEST)
+        checkpoint.sync()
+        for node in checkpoint.names():
+            if stored_names.node_attempt(node) is not None:
+                folder = checkpoint.folder(node)
+                for file in folder.names():
+                    if stored_names.rank_of(file) is not None or file.lstrip(".").startswith(stored_names.INDEX):
+                        folder.remove(file)
+                checkpoint.remove_folder(node)
+            elif node.startswith(f".{stored_names.MANIFEST}."):
+                checkpoint.remove(node)
+        lineage.remove_folder(name)
+
+    def _checkpoint(self, lineage: str, version: Version) -> StorageFolder:
+        return self._folder.folder(lineage).folder(str(stored_names.CheckpointName.of(version)))

@@ -1,0 +1,223 @@
+"""The persister's process: carries out its daemon's commands on storage, see `persister.py`.
+
+    main thread         reads commands
+    reft-persist_N      at most THREADS: one command each; storage may stop any of them for ever
+
+A large answer is the text of a memfd, whose descriptor is passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from reft.core.commit.decision import Decision
+from reft.core.commit.version import Epoch, Version
+from reft.core.persist.retention import RetentionSettings
+from reft.errors import FormatError, ReftError
+from reft.wire import messages
+from reft.wire import stored_format as stored
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message
+from reft_daemon.persist.checkpoint_store import CheckpointStore
+from reft_daemon.persist.slot_copy import SlotRange, SlotSource, read_head, verify_file
+from reft_daemon.persist.storage_folder import StorageFolder
+
+log = logging.getLogger("reft.persister")
+THREADS: Final = 4
+TELL_BYTES: Final = 64 << 20  # between two news of a command
+Answer = tuple[dict[str, Any], list[int]]  # fields, and descriptors that the daemon gets
+
+
+class Cancelled(ReftError):
+    """The daemon gave the command up."""
+
+
+class CommandServer:
+    """Carries out the daemon's commands.
+
+    Args:
+        channel: to the daemon.
+        root: the folder that `--persist` names.
+    """
+
+    def __init__(self, channel: socket.socket, root: StorageFolder) -> None:
+        self._channel = channel
+        self._root = root
+        self._pool = ThreadPoolExecutor(THREADS, "reft-persist")
+        self._cancelled: set[int] = set()
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Carries out commands until the channel ends."""
+        self._tell({"ready": True})
+        while received := receive_message(self._channel):
+            message, descriptors = received
+            if message["do"] == "cancel":
+                self._cancelled.add(message["command"])
+                continue
+            self._pool.submit(self._answer, message, descriptors)
+
+    def _answer(self, message: ControlMessage, descriptors: Sequence[int]) -> None:
+        act: Callable[[ControlMessage, Sequence[int]], Answer] = getattr(self, f"_{message['do']}")
+        passed: list[int] = []
+        try:
+            fields, passed = act(message, descriptors)
+        except (ReftError, OSError) as error:
+            fields = {"error": error.message if isinstance(error, ReftError) else str(error)}
+        except Exception as error:  # a bug that one command meets must not end the others
+            log.exception("command %d has failed", message["id"])
+            fields = {"error": str(error) or type(error).__name__}
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._cancelled.discard(message["id"])
+        self._tell({"done": message["id"], **fields}, passed)
+        for descriptor in passed:
+            os.close(descriptor)
+
+    def _tell(self, message: ControlMessage, descriptors: Sequence[int] = ()) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the daemon has ended, and `run` ends too
+            send_message(self._channel, message, descriptors)
+
+    def _store(self, message: ControlMessage) -> CheckpointStore:
+        return CheckpointStore(self._root, message["job"])
+
+    # Commands
+
+    def _decide(self, message: ControlMessage, _: Sequence[int]) -> Answer:
+        self._store(message).put_decision(message["lineage"], decision_of(message["decision"]))
+        return {}, []
+
+    def _write(self, message: ControlMessage, descriptors: Sequence[int]) -> Answer:
+        slots = [
+            SlotSource(rank, descriptor, [SlotRange(*each) for each in ranges])
+            for (rank, ranges), descriptor in zip(message["slots"], descriptors, strict=True)
+        ]
+        work = self._store(message).write_node(
+            message["lineage"], version_of(message["version"]), message["node"], message["attempt"], slots
+        )
+        node = self._follow(message["id"], work)
+        return {"index_digest": node.index_digest}, []
+
+    def _commit(self, message: ControlMessage, descriptors: Sequence[int]) -> Answer:
+        manifest = stored.decode_manifest(_text_of(descriptors[0]))
+        self._store(message).commit(manifest, decision_of(message["decision"]))
+        return {}, []
+
+    def _prune(self, message: ControlMessage, _: Sequence[int]) -> Answer:
+        settings = RetentionSettings(message["keep"], message["keep_each_s"])
+        removed = self._store(message).prune(message["lineage"], decision_of(message["decision"]), settings)
+        return {"removed": len(removed)}, []
+
+    def _end(self, message: ControlMessage, _: Sequence[int]) -> Answer:
+        store = self._store(message)
+        for lineage in [message["lineage"]] if message["lineage"] else store.lineages():
+            store.end(lineage)
+        return {}, []
+
+    def _list(self, message: ControlMessage, _: Sequence[int]) -> Answer:
+        store, lineages = self._store(message), []
+        for name in store.lineages():
+            lineage = store.lineage(name)
+            checkpoints = [
+                {"name": each.name, "version": fields_of(each.manifest.version), "time_s": each.time_s}
+                for each in store.checkpoints(name)
+            ]
+            decisions = [messages.decision_to(each).SerializeToString().hex() for each in lineage.decisions]
+            lineages.append(
+                {"ident": name, "has_ended": lineage.has_ended, "decisions": decisions, "checkpoints": checkpoints}
+            )
+        return {}, [_memfd(json.dumps(lineages).encode())]
+
+    def _load(self, message: ControlMessage, _: Sequence[int]) -> Answer:
+        """Answers with the manifest and the ranks of a checkpoint."""
+        store = self._store(message)
+        listed = self._listed(message)
+        ranks = sorted(store.indexes(listed))
+        return {"ranks": len(ranks)}, [_memfd(stored.encode_manifest(listed.manifest)), _memfd(json.dumps(ranks).encode())]
+
+    def _open(self, message: ControlMessage, _: Sequence[int]) -> Answer:
+        """Answers with the descriptors of the files of some ranks."""
+        store = self._store(message)
+        files = store.indexes(self._listed(message))
+        opened: list[int] = []
+        try:
+            for rank in message["ranks"]:
+                descriptor = store.open(*files[rank])
+                opened.append(descriptor)
+                head, _header = read_head(descriptor)
+                if stored.head_digest(head) != files[rank][1].head_digest:
+                    raise FormatError(f"the head of rank {rank}'s file does not fit its digest.")
+        except BaseException:
+            for descriptor in opened:
+                os.close(descriptor)
+            raise
+        return {}, opened
+
+    def _verify(self, message: ControlMessage, _: Sequence[int]) -> Answer:
+        """Compares every byte of a checkpoint with its digests."""
+        store = self._store(message)
+        for folder, file in store.indexes(self._listed(message)).values():
+            descriptor = store.open(folder, file)
+            try:
+                for nbytes in verify_file(descriptor, file, [SlotRange(*each) for each in message["ranges"][str(file.rank)]]):
+                    self._note(message["id"], nbytes)
+            finally:
+                os.close(descriptor)
+        return {}, []
+
+    def _listed(self, message: ControlMessage) -> Any:
+        for each in self._store(message).checkpoints(message["lineage"]):
+            if each.name == message["name"]:
+                return each
+        raise FormatError(f"storage has no complete checkpoint {message['name']} any more.")
+
+    def _follow(self, number: int, work: Any) -> Any:
+        """Runs work to its end; tells how many bytes it has moved."""
+        while True:
+            try:
+                self._note(number, next(work))
+            except StopIteration as end:
+                return end.value
+
+    def _note(self, number: int, nbytes: int) -> None:
+        if number in self._cancelled:
+            raise Cancelled("it was cancelled.")
+        self._tell({"moved": number, "bytes": nbytes})
+
+
+def _memfd(text: bytes) -> int:
+    descriptor = os.memfd_create("reft-answer", os.MFD_CLOEXEC)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(text)
+    return descriptor
+
+
+def _text_of(descriptor: int) -> bytes:
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read()
+
+
+def decision_of(text: str) -> Decision:
+    """Returns the decision of a message's field."""
+    return messages.decision_from(pb.Decision.FromString(bytes.fromhex(text)))
+
+
+def version_of(fields: Sequence[Any]) -> Version:
+    """Returns the version of a message's field, see `fields_of`."""
+    counter, ident, step = fields
+    return Version(Epoch(int(counter), bytes.fromhex(ident)), int(step))
+
+
+def fields_of(version: Version) -> tuple[int, str, int]:
+    """Returns a version as fields of a message."""
+    return version.epoch.counter, version.epoch.ident.hex(), version.step
