@@ -19,6 +19,10 @@ from reft.errors import ConfigError
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*$", re.IGNORECASE)
+_UNITS_S = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+DURATION_MAX_S = 3660 * 86_400.0
+
 
 def parse_size(text: str) -> int:
     """Returns the bytes that a text such as "64MiB", "1.5G" or "4096" stands for.
@@ -36,6 +40,23 @@ def parse_size(text: str) -> int:
         return int(Fraction(match[1]) * 1024**power)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{text[:40]!r} is not a size: {error}.") from error
+
+
+def parse_duration(text: str) -> float:
+    """Returns the seconds that a text such as "500ms", "90s", "30m", "24h" or "0" stands for.
+
+    Raises:
+        ConfigError: the text is not a duration.
+    """
+    match = _DURATION.match(text)
+    if not match or (not match[2] and float(match[1])):
+        raise ConfigError(
+            f"{text[:40]!r} is not a duration.", "write it as 500ms, 90s, 30m, 24h or 7d; 0 needs no unit"
+        )
+    seconds = float(match[1]) * _UNITS_S[match[2].lower()]
+    if seconds > DURATION_MAX_S:
+        raise ConfigError(f"{text[:40]!r} is longer than {DURATION_MAX_S / 86_400:.0f} days.")
+    return seconds
 
 
 def _setting(name: str, default: Any) -> Any:

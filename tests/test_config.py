@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.config import Config, Launch, child_environment, parse_size, runtime_dir
+from reft.config import Config, Launch, child_environment, parse_duration, parse_size, runtime_dir
 from reft.errors import ConfigError
 
 
@@ -121,3 +121,17 @@ def test_child_environment_adds_changes(monkeypatch):
     assert Config.load().slots == 6
     child = child_environment(REFT_SLOTS="7")
     assert child["REFT_SLOTS"] == "7" and os.environ["REFT_SLOTS"] == "6" and "PATH" in child
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("1s", 1), ("90 s", 90), ("30m", 1800), ("24h", 86_400), ("1.5H", 5400), ("0", 0)],
+)
+def test_durations_have_a_unit(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "-1s", "1y", "s", "1s2", "nan", "99999d", "1 day"])
+def test_other_texts_are_no_durations(text):
+    with pytest.raises(ConfigError, match=r"duration|longer"):
+        parse_duration(text)

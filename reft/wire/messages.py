@@ -178,11 +178,11 @@ def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
 
 
 def pins_to(pins: Pins) -> pb.Pins:
-    steps = (pins.whole, pins.turn, pins.protected, pins.kept)
-    whole, turn, protected, kept = (step if step >= 0 else None for step in steps)
+    steps = (pins.whole, pins.turn, pins.protected, pins.kept, pins.persist)
+    whole, turn, protected, kept, persist = (step if step >= 0 else None for step in steps)
     return pb.Pins(
         seq=pins.seq, whole=whole, turn=turn, protected=protected, kept=kept,
-        attempt=pins.attempt, protected_by=pins.protected_by,
+        attempt=pins.attempt, protected_by=pins.protected_by, persist=persist,
     )  # fmt: skip
 
 
@@ -191,7 +191,8 @@ def pins_from(message: pb.Pins) -> Pins:
     turn = message.turn if message.HasField("turn") else -1
     protected = message.protected if message.HasField("protected") else -1
     kept = message.kept if message.HasField("kept") else -1
-    return Pins(message.seq, whole, turn, protected, message.attempt, message.protected_by, kept)
+    persist = message.persist if message.HasField("persist") else -1
+    return Pins(message.seq, whole, turn, protected, message.attempt, message.protected_by, kept, persist)
 
 
 def guard_report_to(report: GuardReport) -> pb.GuardReport:

@@ -79,6 +79,23 @@ def retry_turn(job: JobRecord, epoch: Epoch, attempt: int) -> None:
         publish(job)
 
 
+def pin_persist(job: JobRecord, step: int) -> bool:
+    """Pins the step that is written to storage; -1: none. Only the coordinator calls.
+
+    Each call counts `seq` up, also if nothing else changes. Returns False if the pins can't be
+    recorded, or a new layout is being decided.
+    """
+    if job.round is None or job.round.is_pinned:
+        return False
+    pins = job.round.outcome.pins
+    outcome = job.round.with_persist(step)
+    if not has_recorded(job, outcome.pins, pins):
+        return False
+    job.round.hear_outcome(outcome)
+    publish(job)
+    return True
+
+
 def report(job: JobRecord, request: pb.ReportRequest) -> None:
     """Takes a rank's report.
 

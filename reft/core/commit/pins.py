@@ -31,7 +31,9 @@ Invariants
      is.
   7. `protected` is announced only after every node has sealed all its parity of that step. Lanes
      that were left out of the turn are the exception: they are *exposed*, and reported by name.
-  8. A protected step that loses parity is no longer called protected. It is *kept*, which means
+  8. The coordinator of a job with storage pins the step that is being written there, by itself: see
+     reft/core/persist/persist_schedule.py. So its slots stay until the checkpoint is complete.
+  9. A protected step that loses parity is no longer called protected. It is *kept*, which means
      pinned as before, until another turn succeeds. It may still survive fewer losses, or those of
      other nodes.
 
@@ -46,7 +48,8 @@ A lost message is repeated by the next one, since each is complete. A late one h
 or names an earlier attempt, and changes nothing. A repeated one changes nothing. A restarted daemon
 knows no pins, and reports nothing until it hears them. A restarted coordinator starts from its
 file, and goes on with its turn. It has forgotten which lanes failed, so those may end two more
-turns. A job that exchanges nothing has no turns: `whole` alone advances, and no record is written.
+turns. A job that exchanges nothing has no turns: `whole` alone advances. Then the file is written
+only if the persisted step changes, and `since` of the reports brings a newer `whole` back.
 """
 
 from __future__ import annotations
@@ -74,6 +77,7 @@ class Pins:
         attempt: number of the newest turn of the epoch, also if that turn is over; 0: none yet.
         protected_by: number of the turn that made the parity of `protected`; 0: none.
         kept: the step that was protected last, if a part of its parity is gone since.
+        persist: the step that is being written to storage.
     """
 
     seq: int = 0
@@ -83,6 +87,7 @@ class Pins:
     attempt: int = 0
     protected_by: int = 0
     kept: int = -1
+    persist: int = -1
 
     @property
     def guarded_step(self) -> int:
@@ -101,7 +106,8 @@ def pinned_versions(pins: Pins, decision: Decision) -> frozenset[Version]:
         pins: the newest pins that are known.
         decision: the decision in force.
     """
-    pinned = {Version(decision.epoch, step) for step in (pins.whole, pins.turn, pins.guarded_step) if step >= 0}
+    steps = (pins.whole, pins.turn, pins.guarded_step, pins.persist)
+    pinned = {Version(decision.epoch, step) for step in steps if step >= 0}
     if pins.whole < 0 and decision.base is not None:
         pinned.add(decision.base)
     if pins.guarded_step < 0 and decision.guard is not None:
@@ -270,9 +276,12 @@ def _may_begin(pins: Pins, facts: ExchangeFacts) -> bool:
 
 
 def _leaves_two_slots(pins: Pins, facts: ExchangeFacts) -> bool:
-    """Whether a turn of the whole step, beside what is pinned, leaves two slots."""
-    is_older_pinned = pins.guarded_step >= 0 or facts.has_guard
-    pinned = 1 + (is_older_pinned and pins.guarded_step != pins.whole)
+    """Whether a turn of the whole step, beside what is pinned, leaves two slots.
+
+    Pinned are the guarded step or the guard, and the step that is written to storage.
+    """
+    steps = {pins.whole, pins.guarded_step, pins.persist} - {-1}
+    pinned = len(steps) + (pins.guarded_step < 0 and facts.has_guard)
     return pinned <= facts.slots - 2
 
 

@@ -24,7 +24,7 @@ LINEAGE_BYTES: Final = 8
 _LINEAGE: Final = re.compile(r"[0-9a-f]{16}")
 _DECISION: Final = re.compile(r"DECISION-([0-9]{1,10})-([0-9a-f]{32})")
 _CHECKPOINT: Final = re.compile(r"e([0-9]{1,10})-([0-9a-f]{8})-s([0-9]{1,19})")
-_NODE: Final = re.compile(r"node-([0-9]{1,6})\.([0-9]{1,6})")
+_NODE: Final = re.compile(r"node-([0-9]{1,6})\.([0-9]{1,19})")
 _RANK: Final = re.compile(r"rank-([0-9]{1,7})\.slot")
 
 
@@ -77,7 +77,7 @@ def node_folder(node: int, attempt: int) -> str:
 
     Args:
         node: index of the node in the manifest.
-        attempt: of the coordinator, from 0 on.
+        attempt: number of the coordinator's attempt; grows in an epoch.
     """
     return f"node-{node}.{attempt}"
 

@@ -85,7 +85,7 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "mismatched", "tables", "layouts", "packed_tables", "trained_s", "failures", "slots")
+    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "mismatched", "tables", "layouts", "packed_tables", "trained_s", "failures", "slots", "lineage")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class Manifest(_message.Message):
     TRAINED_S_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     token: bytes
@@ -124,7 +125,8 @@ class Manifest(_message.Message):
     trained_s: float
     failures: int
     slots: int
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., packed_tables: _Optional[_Iterable[bytes]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
+    lineage: str
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., packed_tables: _Optional[_Iterable[bytes]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ..., slots: _Optional[int] = ..., lineage: _Optional[str] = ...) -> None: ...
 
 class RankLayout(_message.Message):
     __slots__ = ("table", "cuts", "digest")
@@ -149,7 +151,7 @@ class Decision(_message.Message):
     def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., known: _Optional[_Iterable[_Union[Epoch, _Mapping]]] = ..., guard: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
 
 class Pins(_message.Message):
-    __slots__ = ("seq", "whole", "turn", "protected", "kept", "attempt", "protected_by")
+    __slots__ = ("seq", "whole", "turn", "protected", "kept", "attempt", "protected_by", "persist")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +159,7 @@ class Pins(_message.Message):
     KEPT_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROTECTED_BY_FIELD_NUMBER: _ClassVar[int]
+    PERSIST_FIELD_NUMBER: _ClassVar[int]
     seq: int
     whole: int
     turn: int
@@ -164,7 +167,8 @@ class Pins(_message.Message):
     kept: int
     attempt: int
     protected_by: int
-    def __init__(self, seq: _Optional[int] = ..., whole: _Optional[int] = ..., turn: _Optional[int] = ..., protected: _Optional[int] = ..., kept: _Optional[int] = ..., attempt: _Optional[int] = ..., protected_by: _Optional[int] = ...) -> None: ...
+    persist: int
+    def __init__(self, seq: _Optional[int] = ..., whole: _Optional[int] = ..., turn: _Optional[int] = ..., protected: _Optional[int] = ..., kept: _Optional[int] = ..., attempt: _Optional[int] = ..., protected_by: _Optional[int] = ..., persist: _Optional[int] = ...) -> None: ...
 
 class GuardReport(_message.Message):
     __slots__ = ("lanes", "attempt")
@@ -199,7 +203,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., oldest: _Optional[int] = ..., job: _Optional[str] = ..., agent_pid: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "node", "node_id", "addresses", "version", "pid", "domain", "held", "local_socket", "tls", "unattended", "oldest")
+    __slots__ = ("protocol", "node", "node_id", "addresses", "version", "pid", "domain", "held", "local_socket", "tls", "unattended", "oldest", "persists")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +216,7 @@ class HelloReply(_message.Message):
     TLS_FIELD_NUMBER: _ClassVar[int]
     UNATTENDED_FIELD_NUMBER: _ClassVar[int]
     OLDEST_FIELD_NUMBER: _ClassVar[int]
+    PERSISTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     node_id: str
@@ -224,7 +229,8 @@ class HelloReply(_message.Message):
     tls: bool
     unattended: bool
     oldest: int
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., local_socket: _Optional[str] = ..., tls: bool = ..., unattended: bool = ..., oldest: _Optional[int] = ...) -> None: ...
+    persists: bool
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., local_socket: _Optional[str] = ..., tls: bool = ..., unattended: bool = ..., oldest: _Optional[int] = ..., persists: bool = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("job", "launch", "pids", "end_orphans", "known")
@@ -759,7 +765,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ..., slots: _Optional[int] = ..., wanted_slots: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "held_bytes", "peak_bytes", "signals", "exchange")
+    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "held_bytes", "peak_bytes", "signals", "exchange", "storage")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -779,6 +785,7 @@ class JobStatus(_message.Message):
     PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
     SIGNALS_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     world: int
@@ -798,7 +805,32 @@ class JobStatus(_message.Message):
     peak_bytes: int
     signals: _containers.RepeatedCompositeFieldContainer[NodeSignal]
     exchange: ExchangeStatus
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ..., exchange: _Optional[_Union[ExchangeStatus, _Mapping]] = ...) -> None: ...
+    storage: StorageStatus
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ..., exchange: _Optional[_Union[ExchangeStatus, _Mapping]] = ..., storage: _Optional[_Union[StorageStatus, _Mapping]] = ...) -> None: ...
+
+class StorageStatus(_message.Message):
+    __slots__ = ("persisted", "age_s", "nbytes", "took_s", "step", "since_s", "written_bytes", "total_bytes", "trouble", "every_s")
+    PERSISTED_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    EVERY_S_FIELD_NUMBER: _ClassVar[int]
+    persisted: int
+    age_s: float
+    nbytes: int
+    took_s: float
+    step: int
+    since_s: float
+    written_bytes: int
+    total_bytes: int
+    trouble: str
+    every_s: float
+    def __init__(self, persisted: _Optional[int] = ..., age_s: _Optional[float] = ..., nbytes: _Optional[int] = ..., took_s: _Optional[float] = ..., step: _Optional[int] = ..., since_s: _Optional[float] = ..., written_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., every_s: _Optional[float] = ...) -> None: ...
 
 class ExchangeStatus(_message.Message):
     __slots__ = ("protected", "protected_age_s", "turn", "turn_age_s", "turn_bytes", "received_bytes", "bytes_per_s", "lanes", "last_turn_s", "sent_bytes", "pace_bytes_per_s", "pace_reason", "parity_bytes", "extra_slot_bytes", "replays")
@@ -903,6 +935,58 @@ class PurgeReply(_message.Message):
     FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
     freed_bytes: int
     def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
+
+class PersistJobRequest(_message.Message):
+    __slots__ = ("job", "step", "epoch", "flush")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    step: int
+    epoch: Epoch
+    flush: bool
+    def __init__(self, job: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., flush: bool = ...) -> None: ...
+
+class PersistJobReply(_message.Message):
+    __slots__ = ("step", "epoch", "done", "trouble", "storage")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    epoch: Epoch
+    done: bool
+    trouble: str
+    storage: StorageStatus
+    def __init__(self, step: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., done: bool = ..., trouble: _Optional[str] = ..., storage: _Optional[_Union[StorageStatus, _Mapping]] = ...) -> None: ...
+
+class PersistRequest(_message.Message):
+    __slots__ = ("job", "epoch", "version", "lineage", "attempt")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    version: Version
+    lineage: str
+    attempt: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., lineage: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class PersistReply(_message.Message):
+    __slots__ = ("written_bytes", "total_bytes", "index_digest", "error")
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    written_bytes: int
+    total_bytes: int
+    index_digest: str
+    error: str
+    def __init__(self, written_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., index_digest: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
     __slots__ = ("job", "epoch", "node_index", "steps", "mismatched", "requested_every", "layout", "guard")

@@ -79,6 +79,11 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.PurgeRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.PurgeReply.FromString,
                 )
+        self.PersistJob = channel.unary_unary(
+                '/reft.v1.Daemon/PersistJob',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.PersistJobRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.PersistJobReply.FromString,
+                )
         self.AgentBeat = channel.unary_unary(
                 '/reft.v1.Daemon/AgentBeat',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.AgentBeatRequest.SerializeToString,
@@ -172,6 +177,12 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PersistJob(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AgentBeat(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -251,6 +262,11 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.Purge,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.PurgeRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.PurgeReply.SerializeToString,
+            ),
+            'PersistJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.PersistJob,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.PersistJobRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.PersistJobReply.SerializeToString,
             ),
             'AgentBeat': grpc.unary_unary_rpc_method_handler(
                     servicer.AgentBeat,
@@ -494,6 +510,23 @@ class Daemon(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
+    def PersistJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/PersistJob',
+            reft_dot_v1_dot_daemon__pb2.PersistJobRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.PersistJobReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
     def AgentBeat(request,
             target,
             options=(),
@@ -547,6 +580,11 @@ class PeerStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.OpenBulkRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.OpenBulkReply.FromString,
                 )
+        self.Persist = channel.unary_unary(
+                '/reft.v1.Peer/Persist',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.PersistRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.PersistReply.FromString,
+                )
         self.Gather = channel.unary_unary(
                 '/reft.v1.Peer/Gather',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.GatherRequest.SerializeToString,
@@ -574,6 +612,12 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenBulk(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Persist(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -610,6 +654,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.OpenBulk,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.OpenBulkRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.OpenBulkReply.SerializeToString,
+            ),
+            'Persist': grpc.unary_unary_rpc_method_handler(
+                    servicer.Persist,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.PersistRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.PersistReply.SerializeToString,
             ),
             'Gather': grpc.unary_unary_rpc_method_handler(
                     servicer.Gather,
@@ -667,6 +716,23 @@ class Peer(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Peer/OpenBulk',
             reft_dot_v1_dot_daemon__pb2.OpenBulkRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.OpenBulkReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Persist(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Peer/Persist',
+            reft_dot_v1_dot_daemon__pb2.PersistRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.PersistReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -51,6 +51,21 @@ def test_before_any_step_is_whole_the_base_and_the_guard_are_pinned():
     assert kept == {Version(NOW, 9), Version(NOW, 8)}, "a part of the parity is lost: the rest of the step stays"
 
 
+def test_the_step_that_is_written_to_storage_stays():
+    decision = Decision(NOW, Version(OLD, 7), (OLD,))
+    writing = Pins(4, 9, persist=5)
+    assert pinned_versions(writing, decision) == {Version(NOW, 9), Version(NOW, 5)}
+    assert pinned_versions(replace(writing, seq=5, persist=-1), decision) == {Version(NOW, 9)}
+    assert pinned_versions(Pins(1, -1, persist=5), decision) == {Version(NOW, 5), Version(OLD, 7)}
+
+
+def test_a_turn_leaves_a_slot_beside_the_step_that_is_written_to_storage():
+    for protected, persist, slots, begins in ((5, 4, 4, False), (5, 4, 5, True), (5, 5, 4, True), (-1, 4, 4, True)):
+        before = Pins(3, 8, -1, protected, 1, int(protected >= 0), persist=persist)
+        pins = next_pins(before, 9, NO_GUARD, TurnHistory(5, 1), replace(FOUR, slots=slots))[0]
+        assert (pins.turn == 9) == begins and pins.persist == persist
+
+
 def test_versions_up_to_the_guard_count():
     decision = Decision(NOW, Version(OLD, 7), (OLD, OLDEST), Version(OLDEST, 4))
     assert counts(Version(OLDEST, 4), decision) and counts(Version(OLDEST, 3), decision)
