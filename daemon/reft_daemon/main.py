@@ -20,9 +20,10 @@ import grpc
 from grpc_health.v1 import health as health_service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from reft.config import Config, parse_size
+from reft.config import Config, parse_duration, parse_size
 from reft.core.budget import format_bytes
 from reft.core.coding.turn_pace import NO_LIMIT, BandwidthLimit, automatic_limit, fixed_limit
+from reft.core.persist.retention import RetentionSettings
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.failpoints import Failpoints
 from reft.wire import rpc
@@ -37,6 +38,7 @@ from reft_daemon.jobs.scrub import scrub_for_ever
 from reft_daemon.mover.link_speed import interface_of, link_speed
 from reft_daemon.mover.mover import MoverSettings
 from reft_daemon.peers.round_replicator import PeerChannels
+from reft_daemon.persist.persister import PersistSettings
 from reft_daemon.rebuild.repair import repair_for_ever
 from reft_daemon.registry import Registry, RetentionTimes
 from reft_daemon.server import grpc_server
@@ -71,6 +73,7 @@ class DaemonSettings:
     kills_hung: bool
     bulk: str = ""
     protect_bandwidth: str = "auto"
+    persist: PersistSettings | None = None
 
     @property
     def host(self) -> str:
@@ -178,6 +181,32 @@ def check_domain(label: str) -> str:
     return label
 
 
+def persist_settings(
+    folder: str, every: str, keep: int, keep_each: str, flushes: bool, grace: str
+) -> PersistSettings | None:
+    """Returns how checkpoints are written, from the values of the flags; None: there are none.
+
+    Raises:
+        ConfigError: `--persist` is no folder by its form, a duration can't be read, or a flag needs
+            `--persist`. The folder itself is not looked at: the storage may hang.
+    """
+    every_s, keep_each_s, grace_s = parse_duration(every), parse_duration(keep_each), parse_duration(grace)
+    if not folder:
+        if every_s or flushes:
+            raise ConfigError("--persist-every and --flush-on-exit need --persist.", "add --persist DIR")
+        return None
+    if "://" in folder:
+        scheme = folder.partition("://")[0]
+        raise ConfigError(f"--persist can't write to {scheme}:// yet, only to a folder.", "give a folder, e.g. on NFS")
+    if not os.path.isabs(folder):
+        raise ConfigError(
+            f"--persist {folder} does not begin with /; all nodes must name the same folder.", "give the whole path"
+        )
+    if keep < 1:
+        raise ConfigError(f"--keep is {keep}; at least the newest checkpoint is kept.", "--keep 1")
+    return PersistSettings(Path(folder), every_s, RetentionSettings(keep, keep_each_s), flushes, grace_s)
+
+
 def check_seconds(flag: str, seconds: float) -> float:
     """Returns the number unchanged.
 
@@ -222,7 +251,7 @@ async def serve(settings: DaemonSettings) -> None:
         PeerChannels(settings.tls, own_addresses, own_connections=True),
     )
     mover = mover_settings(settings)
-    registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung, mover)
+    registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung, mover, settings.persist)
     trusts_peers = settings.tls is not None or settings.insecure or rpc.is_loopback(settings.host)
     identity = DaemonIdentity(
         settings.node, settings.domain, addresses, str(socket_keeper.local_path), settings.memory_bytes,
@@ -336,9 +365,12 @@ async def _until_stopped(
         asyncio.ensure_future(registry.expire_for_ever(idle_exit_s)),
         asyncio.ensure_future(socket_keeper),
         asyncio.ensure_future(registry.heartbeat_service.run()),
+        asyncio.ensure_future(registry.persists.run()),
         asyncio.ensure_future(_refill_spare_files(registry.arena.pool)),
     }
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if stopped.is_set():
+        await registry.persists.flush()  # the other tasks serve on meanwhile
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean end
@@ -440,11 +472,42 @@ async def _refill_spare_files(pool: SparePool) -> None:
     help="Bytes per second that this node sends at most for the exchange of parity, e.g. 200M/s; off: no limit; auto: a "
     "tenth of the link, and each turn spread over 30 s, unless it takes less than a second.",
 )
+@click.option(
+    "--persist",
+    default="",
+    metavar="DIR",
+    help="Folder for checkpoints on storage that all nodes share, such as NFS; the same on all nodes.",
+)
+@click.option(
+    "--persist-every",
+    default="0",
+    metavar="TIME",
+    help="Time between two checkpoints of a job, e.g. 30m; 0: only on request (reft-cli persist).",
+)
+@click.option("--keep", default=3, help="How many of the newest checkpoints of a job stay on storage.")
+@click.option(
+    "--keep-each",
+    default="0",
+    metavar="TIME",
+    help="One checkpoint of each such time stays, too, e.g. 24h; 0: none.",
+)
+@click.option(
+    "--flush-on-exit",
+    is_flag=True,
+    help="Write the newest whole step to storage when the last trainer of a job has ended, and on SIGTERM.",
+)
+@click.option(
+    "--grace",
+    default="25s",
+    metavar="TIME",
+    help="How long --flush-on-exit may delay the end of the daemon after SIGTERM.",
+)
 @click.version_option(__version__)
 def main(
     node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, spare: str,
     ttl: float, ttl_failed: float, idle_exit: float, purge: bool, tls_cert: Path | None, tls_key: Path | None,
-    tls_ca: Path | None, insecure: bool, kill_hung: bool, bulk: str, protect_bandwidth: str,
+    tls_ca: Path | None, insecure: bool, kill_hung: bool, bulk: str, protect_bandwidth: str, persist: str,
+    persist_every: str, keep: int, keep_each: str, flush_on_exit: bool, grace: str,
 ) -> None:  # fmt: skip
     """Keeps the snapshots of this node's training jobs in memory, even after trainers end.
 
@@ -467,6 +530,7 @@ def main(
             parse_size(memory), parse_spare(spare),
             RetentionTimes(check_seconds("--ttl", ttl), check_seconds("--ttl-failed", ttl_failed)),
             check_seconds("--idle-exit", idle_exit), purge, tls, insecure, kill_hung, bulk, protect_bandwidth,
+            persist_settings(persist, persist_every, keep, keep_each, flush_on_exit, grace),
         )  # fmt: skip
         check_listen(settings)
         mover_settings(settings)

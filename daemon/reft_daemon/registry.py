@@ -38,8 +38,10 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.scrub import ScrubCounts
 from reft_daemon.membership.heartbeats import HeartbeatService
 from reft_daemon.mover.mover import Mover, MoverSettings
+from reft_daemon.peers.persists import PersistService
 from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, PeerChannels, RoundReplicator, reason_of
 from reft_daemon.peers.turns import TurnService
+from reft_daemon.persist.persister import PersistSettings
 
 log = logging.getLogger("reft.daemon")
 JOBS_MAX = 256
@@ -94,6 +96,7 @@ class Registry:
         beats: channels to other daemons for heartbeats alone.
         kills_hung: see `HeartbeatService`.
         mover: how this daemon's mover listens.
+        persist: how checkpoints are written; None: this daemon writes none.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Registry:
         beats: PeerChannels,
         kills_hung: bool = False,
         mover: MoverSettings = MoverSettings(),  # noqa: B008  frozen
+        persist: PersistSettings | None = None,
     ) -> None:
         self.arena = arena
         self.peers = peers
@@ -115,6 +119,7 @@ class Registry:
         self._replicators: dict[str, RoundReplicator] = {}
         self.scrubbed = ScrubCounts()
         self.turns = TurnService(peers, Mover(mover), mover.advertised, failpoints)
+        self.persists = PersistService(self.jobs, peers, persist, failpoints)
         self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, self.changes, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()
@@ -246,6 +251,7 @@ class Registry:
             self._replicators[change.job].wake()
         if change.kinds & TOLD_TO_TURNS and change.job in self.jobs:
             self.turns.wake(self.jobs[change.job])
+            self.persists.wake(self.jobs[change.job])
         if change.kinds & TOLD_TO_MONITOR:
             self.heartbeat_service.look(change.job)
         if change.job in self.jobs and any(lease.refused for lease in self.jobs[change.job].leases.values()):
@@ -325,6 +331,7 @@ class Registry:
             self._replicators.pop(name).close()
         del self.jobs[name]
         self.turns.drop(name)
+        self.persists.drop(name)
         self.heartbeat_service.monitors.forget(name)
         return persistence.free(job)
 
@@ -372,7 +379,7 @@ class Registry:
             for name in list(self.jobs):
                 self._replicators.pop(name, None)
                 self.purge(name)
-        await self.turns.close()
+        await asyncio.gather(self.turns.close(), self.persists.close())
         await self.heartbeat_service.close()
         await self.peers.close()
 

@@ -20,6 +20,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -178,7 +179,13 @@ class ChildProcess:
                 answer.set_exception(gone)
                 answer.exception()  # marks it as retrieved: nobody may wait for it
         running.waiting.clear()
-        asyncio.get_running_loop().run_in_executor(None, running.process.wait)
+        # A thread that nobody joins: a process that waits for a device in the kernel may not end.
+        threading.Thread(target=running.process.wait, name=f"reft-{self.name}", daemon=True).start()
+
+    @property
+    def lingers(self) -> bool:
+        """Whether a process that was killed has not ended yet. Another one is not started then."""
+        return self._ended is not None and self._ended.poll() is None
 
     async def send(self, running: RunningProcess, message: ControlMessage, descriptors: Sequence[int] = ()) -> None:
         """Sends a message that has no answer.

@@ -21,6 +21,7 @@ Each call may block as long as storage does. Only the persister's process calls.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -159,6 +160,14 @@ class CheckpointStore:
         text = stored.encode_index(index)
         folder.write(stored_names.INDEX, text)
         return stored.StoredNode(node, attempt, stored.text_digest(text))
+
+    def discard_node(self, lineage: str, version: Version, node: int, attempt: int) -> None:
+        """Removes the files of a failed attempt, as far as storage lets it: it may be full."""
+        checkpoint = self._checkpoint(lineage, version)
+        name = stored_names.node_folder(node, attempt)
+        with contextlib.suppress(OSError, FormatError):
+            self._empty(checkpoint.folder(name))
+            checkpoint.remove_folder(name)
 
     # Phase 2, on the coordinator
 
@@ -334,14 +343,19 @@ class CheckpointStore:
         checkpoint.sync()
         for node in checkpoint.names():
             if stored_names.node_attempt(node) is not None:
-                folder = checkpoint.folder(node)
-                for file in folder.names():
-                    if stored_names.rank_of(file) is not None or file.lstrip(".").startswith(stored_names.INDEX):
-                        folder.remove(file)
+                CheckpointStore._empty(checkpoint.folder(node))
                 checkpoint.remove_folder(node)
             elif node.startswith(f".{stored_names.MANIFEST}."):
                 checkpoint.remove(node)
         lineage.remove_folder(name)
+
+    @staticmethod
+    def _empty(folder: StorageFolder) -> None:
+        """Removes the files of a node. Its index goes first: without it they do not count."""
+        names = folder.names()
+        for file in sorted(names, key=lambda name: stored_names.rank_of(name) is not None):
+            if stored_names.rank_of(file) is not None or file.lstrip(".").startswith(stored_names.INDEX):
+                folder.remove(file)
 
     def _checkpoint(self, lineage: str, version: Version) -> StorageFolder:
         return self._folder.folder(lineage).folder(str(stored_names.CheckpointName.of(version)))

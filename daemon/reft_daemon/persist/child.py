@@ -101,10 +101,14 @@ class CommandServer:
             SlotSource(rank, descriptor, [SlotRange(*each) for each in ranges])
             for (rank, ranges), descriptor in zip(message["slots"], descriptors, strict=True)
         ]
-        work = self._store(message).write_node(
-            message["lineage"], version_of(message["version"]), message["node"], message["attempt"], slots
-        )
-        node = self._follow(message["id"], work)
+        store = self._store(message)
+        place = message["lineage"], version_of(message["version"]), message["node"], message["attempt"]
+        try:
+            node = self._follow(message["id"], store.write_node(*place, slots))
+        except (ReftError, OSError) as error:
+            if not isinstance(error, FileExistsError):  # else the files are another writer's
+                store.discard_node(*place)
+            raise
         return {"index_digest": node.index_digest}, []
 
     def _commit(self, message: ControlMessage, descriptors: Sequence[int]) -> Answer:
@@ -142,7 +146,10 @@ class CommandServer:
         store = self._store(message)
         listed = self._listed(message)
         ranks = sorted(store.indexes(listed))
-        return {"ranks": len(ranks)}, [_memfd(stored.encode_manifest(listed.manifest)), _memfd(json.dumps(ranks).encode())]
+        return {"ranks": len(ranks)}, [
+            _memfd(stored.encode_manifest(listed.manifest)),
+            _memfd(json.dumps(ranks).encode()),
+        ]
 
     def _open(self, message: ControlMessage, _: Sequence[int]) -> Answer:
         """Answers with the descriptors of the files of some ranks."""
@@ -168,7 +175,9 @@ class CommandServer:
         for folder, file in store.indexes(self._listed(message)).values():
             descriptor = store.open(folder, file)
             try:
-                for nbytes in verify_file(descriptor, file, [SlotRange(*each) for each in message["ranges"][str(file.rank)]]):
+                for nbytes in verify_file(
+                    descriptor, file, [SlotRange(*each) for each in message["ranges"][str(file.rank)]]
+                ):
                     self._note(message["id"], nbytes)
             finally:
                 os.close(descriptor)

@@ -144,6 +144,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             node_id=self._registry.arena.node_id, addresses=identity.addresses, version=__version__, pid=os.getpid(),
             domain=identity.domain, local_socket=identity.local_socket,
             held=held, tls=identity.tls, unattended=identity.unattended,
+            persists=self._registry.persists.settings is not None,
         )  # fmt: skip
 
     @translated
@@ -343,6 +344,8 @@ class DaemonService(pb_grpc.DaemonServicer):
             each.signals.extend(registry.heartbeat_service.status(each.job))
             if exchange := registry.turns.status(job):
                 each.exchange.CopyFrom(exchange)
+            if storage := registry.persists.status(job):
+                each.storage.CopyFrom(storage)
         if request.deep:
             await asyncio.gather(*(self._ask_peers(job, status) for job, status in zip(jobs, statuses, strict=True)))
         return pb.StatusReply(
@@ -373,6 +376,8 @@ class DaemonService(pb_grpc.DaemonServicer):
                 status.held_bytes += reply.jobs[0].held_bytes
                 status.peak_bytes += reply.jobs[0].peak_bytes
                 merge_signals(status, reply.jobs[0])
+                if reply.jobs[0].HasField("storage"):  # from the coordinator
+                    status.storage.CopyFrom(reply.jobs[0].storage)
             else:
                 status.silent_nodes.append(node.name)
 
@@ -392,7 +397,17 @@ class DaemonService(pb_grpc.DaemonServicer):
         job = self._registry.get(request.job)
         if job.is_live:
             raise ConfigError(f"job {job.id} is being trained.", "end its trainers first")
+        await self._registry.persists.end_lineage(job)
         return pb.PurgeReply(freed_bytes=self._registry.purge(job.id))
+
+    @translated
+    async def PersistJob(self, request: pb.PersistJobRequest, context: Context) -> pb.PersistJobReply:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        try:
+            return await self._registry.persists.request(job, request)
+        except grpc.RpcError as error:
+            await context.abort(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}")
 
 
 class PeerService(pb_grpc.PeerServicer):
@@ -413,6 +428,13 @@ class PeerService(pb_grpc.PeerServicer):
         job = self._registry.get(request.job)
         job.check_epoch(request.epoch)
         return await self._registry.turns.open_bulk(job)
+
+    @translated
+    async def Persist(self, request: pb.PersistRequest, context: Context) -> pb.PersistReply:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        job.check_epoch(request.epoch)
+        return await self._registry.persists.persist(job, request)
 
     @translated
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
