@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from reft.client.snapshot.snapshotter import Snapshotter
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import OverheadEstimate
 from reft.core.pipeline.pacing import Tier
-from reft.errors import ForkedSession
+from reft.errors import ForkedSession, ReftError
 from reft.wire import timeline_socket
 
 log = logging.getLogger("reft")
@@ -47,15 +48,17 @@ class Session:
         cadence: decides which steps are snapshotted; None if reft is switched off.
         seal_deadline_s: how long `seal` waits by default.
         schedule: copies use the gaps of this schedule; None if there is none, or nothing to hook.
+        ask_persist: asks the daemon for a checkpoint; None if reft is switched off.
     """
 
     def __init__(
         self, snapshots: Snapshotter | None, optimizers: Sequence[Any], *, step: int,
         restored_from: str | None, counts_calls: bool, cadence: SnapshotCadence | None, seal_deadline_s: float,
-        schedule: Any = None,
+        schedule: Any = None, ask_persist: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         profiler = IterationProfiler(snapshots.engine, hooks.closed(schedule)) if snapshots else None
         self.restored_from = restored_from
+        self._ask_persist = ask_persist
         self._window = SnapshotWindow(snapshots, cadence, profiler, step)
         self._seal_deadline_s = seal_deadline_s
         self._counts_calls = counts_calls
@@ -143,6 +146,17 @@ class Session:
         """
         self._check_process()
         return self._window.seal(self._seal_deadline_s if timeout is None else timeout)
+
+    def persist(self) -> None:
+        """Asks the daemons for a checkpoint of the newest whole step, and does not wait for it.
+
+        One rank is enough; more of them change nothing. For a checkpoint of the step that was just
+        marked, call `seal` before. Training goes on if there is no storage, or if it fails: that is
+        logged, and `reft-cli status` shows it.
+        """
+        self._check_process()
+        if self._ask_persist is not None:
+            threading.Thread(target=_ask_or_log, args=(self._ask_persist,), name="reft-persist", daemon=True).start()
 
     def stats(self) -> dict[str, float]:
         """Returns counters since attach, all plain numbers.
@@ -262,6 +276,13 @@ def _timeline_server(window: SnapshotWindow) -> timeline_socket.TimelineServer |
     except OSError as error:
         log.warning("reft-cli timeline will not find rank %d: %s", window.rank, error)
         return None
+
+
+def _ask_or_log(ask: Callable[[], object]) -> None:
+    try:
+        ask()
+    except ReftError as error:
+        log.warning("no checkpoint was begun: %s", error)
 
 
 def _finish_at_exit(reference: weakref.ref[Session]) -> None:

@@ -58,13 +58,14 @@ def refusal(need_bytes: int, limits: Sequence[MemoryLimit], who: str = "the slot
     )
 
 
-def default_slots(is_exchanged: bool) -> int:
+def default_slots(is_exchanged: bool, is_persisted: bool = False) -> int:
     """Returns the number of slots of a rank, if the user asked for no number.
 
     Args:
         is_exchanged: whether nodes exchange parity of state that only one rank has.
+        is_persisted: whether daemons write checkpoints to storage. A slot stays meanwhile.
     """
-    return SLOTS_EXCHANGE if is_exchanged else SLOTS
+    return (SLOTS_EXCHANGE if is_exchanged else SLOTS) + is_persisted
 
 
 def slots_to_make(wanted: int, fitting: int, holds_older: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
@@ -28,6 +29,7 @@ from reft.console import say
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import DueSteps, FailureHistory, IntervalEstimator
 from reft.wire.daemon_launcher import DaemonRestarter
+from reft.wire.v1 import daemon_pb2 as pb
 
 
 def begin(
@@ -57,7 +59,7 @@ def begin(
     snapshots = make_snapshotter(
         context, introduction, plan, leases, slots, engine, SnapshotHistory(), step, built, records
     )
-    tree = result.tree
+    tree, settings = result.tree, context.settings
     session = Session(
         snapshots,
         introduction.state.tracked.optimizers,
@@ -65,8 +67,14 @@ def begin(
         restored_from=restored_from,
         counts_calls=tree is not None and not tree["marked"],
         cadence=_cadence(context, plan),
-        seal_deadline_s=context.settings.seal_deadline_s,
+        seal_deadline_s=settings.seal_deadline_s,
         schedule=context.request.schedule,
+        ask_persist=partial(
+            introduction.daemon.call,
+            "PersistJob",
+            pb.PersistJobRequest(job=introduction.job.id),
+            settings.rpc_deadline_s,
+        ),
     )
     if context.rank == 0:
         for line in announcement(context, introduction, plan, result, restored_from):

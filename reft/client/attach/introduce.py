@@ -31,9 +31,10 @@ from reft.client.memory.threads import ComputeThreads
 from reft.client.snapshot.replica_check import find_mismatched
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.config import Config, Launch
-from reft.core.budget import SLOTS_EXCHANGE
+from reft.core.budget import default_slots
 from reft.core.layout.cells import Division
 from reft.core.membership.job_identity import JobIdentity
+from reft.core.persist.stored_names import LINEAGE_BYTES
 from reft.errors import AttachError
 from reft.wire import daemon_launcher, local_socket, manifest, rpc
 from reft.wire.manifest import division_of, domains_of, inline_bytes_max, layouts_of
@@ -196,13 +197,16 @@ def rank_info(context: AttachContext, state: LocalState, daemon: NodeDaemon, ide
         layout=LayoutFacts.of(state.predicted, state.symbolic),
         agreed=AgreedSettings.of(context.request, context.settings),
         slots=context.settings.slots,
-        secrets=None if context.rank else make_secrets((context.settings.slots or SLOTS_EXCHANGE) + 1),
+        persists=hello.persists,
+        secrets=None if context.rank else make_secrets((context.settings.slots or default_slots(True, True)) + 1),
     )
 
 
 def make_secrets(tries: int) -> JobSecrets:
     """Returns new secrets of a job, for so many tries of one attach."""
-    return JobSecrets(secrets.token_bytes(IDENT_BYTES * tries), secrets.token_bytes(32))
+    return JobSecrets(
+        secrets.token_bytes(IDENT_BYTES * tries), secrets.token_bytes(32), secrets.token_hex(LINEAGE_BYTES)
+    )
 
 
 def describe(context: AttachContext, introduction: Introduction) -> Description:
@@ -260,4 +264,5 @@ def manifest_of(context: AttachContext, introduction: Introduction, published: S
         layouts=layouts,
         layout_of=index,
         slots=introduction.ranks.fewest_slots,
+        lineage=introduction.ranks.secrets.lineage if introduction.ranks.are_persisted else "",
     )

@@ -229,6 +229,7 @@ def make_plan(
     manifest.CopyFrom(description.manifest)
     if survey.manifest is not None:
         manifest.token = survey.manifest.token  # a job keeps its token
+        manifest.lineage = survey.manifest.lineage or manifest.lineage  # and its checkpoints
     manifest.trained_s, manifest.failures = survey.inventory.history
     manifest.mismatched.extend(mismatched)
     placement = place(manifest, description.division)
@@ -248,7 +249,7 @@ def place(manifest: pb.Manifest, division: Division) -> Placement:
     placement = placement_of(manifest, division)
     if manifest.slots:
         return placement
-    manifest.slots = default_slots(placement.needs_exchange)
+    manifest.slots = default_slots(placement.needs_exchange, bool(manifest.lineage))
     return replace(placement, slots=manifest.slots)
 
 

@@ -166,10 +166,12 @@ class JobSecrets:
         idents: an id of IDENT_BYTES for the epoch of each try. Two decisions of one attach must
             differ.
         token: the job's token.
+        lineage: names the job on storage, if this is its first attach.
     """
 
     idents: bytes
     token: bytes
+    lineage: str = ""
 
     @property
     def tries(self) -> int:
@@ -187,6 +189,7 @@ class RankInfo:
 
     Attributes:
         slots: the number of slots that the rank asks for; 0: any. Ranks may ask for other numbers.
+        persists: whether the daemon of the rank's node writes checkpoints to storage.
         secrets: from rank 0 only.
     """
 
@@ -196,6 +199,7 @@ class RankInfo:
     layout: LayoutFacts
     agreed: AgreedSettings
     slots: int = 0
+    persists: bool = False
     secrets: JobSecrets | None = None
 
 
@@ -220,6 +224,14 @@ class RankTable:
     def fewest_slots(self) -> int:
         """The least number of slots that a rank asks for; 0: no rank asks for a number."""
         return min((info.slots for info in self.infos if info.slots), default=0)
+
+    @property
+    def are_persisted(self) -> bool:
+        """Whether checkpoints of the job go to storage. Those of a job without a name do not.
+
+        Nothing would find them again.
+        """
+        return self.job().named and any(info.persists for info in self.infos)
 
     def job(self) -> JobIdentity:
         """Returns the job.

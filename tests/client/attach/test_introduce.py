@@ -51,7 +51,7 @@ def test_only_rank_0_makes_secrets_enough_for_all_tries():
     assert all(len(ident) == 16 for ident in idents) and len(set(idents)) == slots + 1
     assert make_secrets(2) != make_secrets(2)
     chosen = rank_info(context(), own, daemon(), IDENTITY)
-    assert (first.slots, chosen.slots, chosen.secrets.tries) == (slots, 0, 5), "the most that reft chooses, and one"
+    assert (first.slots, chosen.slots, chosen.secrets.tries) == (slots, 0, 6), "the most that reft chooses, and one"
 
 
 def test_one_rank_of_each_node_speaks_to_its_daemon():

@@ -269,6 +269,26 @@ def test_a_rank_has_one_slot_more_where_state_is_exchanged(arguments, slots):
     assert slots_of(Config(slots=0), plan.manifest) == slots and slots_of(Config(slots=7), plan.manifest) == 7
 
 
+@pytest.mark.parametrize(("own", "requested", "slots"), [(False, 0, 4), (True, 0, 5), (True, 3, 3)])
+def test_a_rank_has_one_slot_more_where_checkpoints_go_to_storage(own, requested, slots):
+    described = description(introduction("abcd", width=1 << 15))
+    described.manifest.lineage, described.manifest.slots = "0123456789abcdef", requested
+    plan = make_plan(described, JobSurvey({}), RecoveryPlan(None), ["model.0.w"] if own else [], IDENT)
+    assert plan.manifest.slots == slots and plan.manifest.lineage == "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept"), [("a" * 16, "b" * 16, "a" * 16), ("a" * 16, "", "a" * 16), ("", "b" * 16, "b" * 16)]
+)
+def test_a_job_keeps_its_lineage(before, now, kept):
+    first = begun()
+    first.manifest.lineage = before
+    described = description(introduction())
+    described.manifest.lineage = now
+    survey = survey_of(first, {"a": [8], "b": [8]})
+    assert make_plan(described, survey, survey.plan(()), [], IDENT).manifest.lineage == kept
+
+
 def test_too_few_slots_for_the_exchange_are_refused_at_a_fresh_start():
     text = re.escape(
         f"slots is 3; {format_bytes(4 * OWN_BYTES)} of the state exist once, and nodes exchange parity of them only with "

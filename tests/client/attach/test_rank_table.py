@@ -65,6 +65,13 @@ def test_the_job_has_the_fewest_slots_that_a_rank_asks_for():
     assert RankTable(infos[:1]).fewest_slots == 0, "no rank asks for a number"
 
 
+def test_a_job_with_a_name_is_persisted_where_a_daemon_can():
+    named, unnamed = INFO, replace(INFO, identity=replace(INFO.identity, job=""))
+    for info, is_persisted in ((named, True), (unnamed, False)):
+        assert RankTable([info, replace(info, persists=True)]).are_persisted == is_persisted
+        assert not RankTable([info, info]).are_persisted
+
+
 def test_the_first_rank_names_the_job_and_other_names_are_refused():
     assert job_of(INFO.agreed, run_id="another", launch="m") == "job"
     with pytest.raises(ConfigError, match="rank 0 names the job 'job', rank 1 'other'"):
