@@ -1,4 +1,4 @@
-"""`reft-cli`: status, recover, purge, timeline, demo. All verbs share one set of exit codes.
+"""`reft-cli`: status, recover, persist, purge, timeline, demo. All verbs share their exit codes.
 
 0 done   1 failed   2 wrong usage   3 WARN (with --check)
 4 ERR (with --check), not survived (--what-if), or not recoverable (recover)
@@ -24,6 +24,7 @@ import grpc
 from reft import __version__
 from reft.cli import recover_view, status_text, status_view
 from reft.cli.ask import NoSuchJob, ask, local_address
+from reft.cli.persist import persist_job, progress_text
 from reft.cli.recover import RecoverCommand, replacement_here
 from reft.cli.signals import unwinding
 from reft.cli.survey import steady, surveys
@@ -194,6 +195,36 @@ def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: s
 
 @main.command()
 @click.argument("job")
+@json_option
+@daemon_option
+def persist(job: str, as_json: bool, daemon: str | None) -> None:
+    """Writes a checkpoint of JOB to storage now, and waits until it is complete.
+
+    Run it on any node of JOB. The checkpoint has the newest protected step, or the newest whole one
+    if nothing is exchanged. JOB trains on meanwhile. Ctrl-C ends the waiting, not the checkpoint.
+    """
+    show_bar = not as_json and sys.stderr.isatty()
+
+    def show(storage: pb.StorageStatus) -> None:
+        if show_bar:
+            click.echo(f"\r\x1b[K{progress_text(storage)}", err=True, nl=False)
+
+    with failing(as_json):
+        try:
+            reply = persist_job(local_address(daemon), job, show)
+        finally:
+            if show_bar:
+                click.echo("\r\x1b[K", err=True, nl=False)
+    storage = reply.storage
+    if as_json:
+        result = {"job": job, "step": storage.persisted, "bytes": storage.nbytes, "took_s": round(storage.took_s, 3)}
+        click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result}, indent=2))
+        return
+    click.echo(f"job {job}: step {storage.persisted} is on storage.")
+
+
+@main.command()
+@click.argument("job")
 @click.option("--yes", is_flag=True, help="Free the memory without asking.")
 @json_option
 @daemon_option
@@ -201,7 +232,7 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
     """Frees everything that this node's daemon holds of JOB.
 
     The snapshots of JOB on this node are lost. JOB must not be training. Run it on every node of
-    JOB.
+    JOB. Checkpoints on storage stay, but the next start of JOB does not begin from them.
     """
     with failing(as_json):
         address = local_address(daemon)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from reft.cli.status_view import ExchangeView, JobView, NodeView, RankView, ReplayView
+from reft.cli.status_view import ExchangeView, JobView, NodeView, RankView, ReplayView, StorageView
 from reft.core.budget import SLOTS, format_bytes
 from reft.core.coding.turn_pace import pace_words
 from reft.core.commit.version import Version
@@ -52,6 +52,8 @@ def job_lines(job: JobView) -> list[str]:
     if job.remedy:
         lines += wrapped("fix     ", job.remedy)
     lines += protection_lines(job)
+    if job.storage is not None:
+        lines += storage_lines(job.storage)
     lines += memory_lines(job)
     lines += ["", *node_table(job.nodes), "", *rank_table(job.ranks), "", *survival_table(job)]
     return lines
@@ -148,6 +150,25 @@ def replay_words(replay: ReplayView) -> str:
         f"lane {replay.lane} is recomputed here, and has its owners' digests at step {replay.verified}, "
         f"{counted(replay.lag, 'step')} behind; {counted(replay.marks, 'mark')} took {replay.cpu_s:.2f} s of a core."
     )
+
+
+def storage_lines(storage: StorageView) -> list[str]:
+    """Returns lines about the checkpoints on storage."""
+    if storage.persisted is None:
+        text = "no checkpoint is known yet"
+    else:
+        text = f"step {storage.persisted} is on storage, since {age(storage.age_s)}"
+        if storage.bytes_per_s:
+            speed = format_bytes(int(storage.bytes_per_s))
+            text += f": {format_bytes(storage.nbytes)} in {age(storage.took_s)}, {speed} a second"
+    if storage.step is not None:
+        written, total = format_bytes(storage.written_bytes), format_bytes(storage.total_bytes)
+        text += f"; step {storage.step} is being written, {written} of {total}, since {age(storage.since_s)}"
+    text += f"; one each {duration(storage.every_s)}." if storage.every_s else "; only on request."
+    lines = wrapped("storage ", text)
+    if storage.trouble:
+        lines += wrapped("trouble ", storage.trouble)
+    return lines
 
 
 def memory_lines(job: JobView) -> list[str]:

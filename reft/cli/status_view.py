@@ -116,6 +116,30 @@ class ExchangeView:
 
 
 @dataclass(frozen=True)
+class StorageView:
+    """The checkpoints of one job, as its coordinator sees them. A step is None if there is none.
+
+    `nbytes` and `took_s` are 0 if the coordinator has not written the newest checkpoint itself.
+    """
+
+    persisted: int | None
+    age_s: float
+    nbytes: int
+    took_s: float
+    step: int | None
+    since_s: float
+    written_bytes: int
+    total_bytes: int
+    trouble: str
+    every_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast the newest checkpoint was written; 0: not known."""
+        return self.nbytes / self.took_s if self.took_s else 0.0
+
+
+@dataclass(frozen=True)
 class JobView:
     """One job with its health."""
 
@@ -143,6 +167,7 @@ class JobView:
     peak_bytes: int
     remedy: str
     exchange: ExchangeView | None = None
+    storage: StorageView | None = None
 
 
 def worst(jobs: Sequence[JobView]) -> Health:
@@ -170,6 +195,7 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
     facts = JobFacts(
         status.world, [_facts(entry) for entry in entries], whole, status.backing, list(status.silent_nodes),
         max(status.every, 1), protection, status.degraded, mismatched, holdings,
+        status.storage.trouble if status.named else "",
     )  # fmt: skip
     health, reason = judge(facts)
     ranks = [_rank_view(entry) for entry in entries]
@@ -180,6 +206,7 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
         protection, status.degraded_s, mismatched, own, status.held_bytes, status.peak_bytes,
         holdings.remedy if holdings else "", _exchange_view(status.exchange) if status.HasField("exchange") else None,
+        _storage_view(status.storage) if status.HasField("storage") else None,
     )  # fmt: skip
 
 
@@ -205,6 +232,14 @@ def _exchange_view(exchange: pb.ExchangeStatus) -> ExchangeView:
             )
             for each in exchange.replays
         ),
+    )  # fmt: skip
+
+
+def _storage_view(storage: pb.StorageStatus) -> StorageView:
+    return StorageView(
+        storage.persisted if storage.persisted >= 0 else None, storage.age_s, storage.nbytes, storage.took_s,
+        storage.step if storage.step >= 0 else None, storage.since_s, storage.written_bytes, storage.total_bytes,
+        storage.trouble, storage.every_s,
     )  # fmt: skip
 
 
@@ -346,6 +381,7 @@ def _job_document(job: JobView) -> dict[str, Any]:
         "survives": [{"loss": loss, "survives": held, "lost": lost} for loss, held, lost in job.survives],
         "protection": _protection_document(job),
         "exchange": _exchange_document(job.exchange),
+        "storage": _storage_document(job.storage),
         "unlike_leaves": list(job.mismatched),
         "own_leaves": [{"leaf": name, "ranks": list(ranks)} for name, ranks in job.own],
     }
@@ -378,6 +414,24 @@ def _exchange_document(exchange: ExchangeView | None) -> dict[str, Any] | None:
             for each in exchange.replays
         ],
     }  # fmt: skip
+
+
+def _storage_document(storage: StorageView | None) -> dict[str, Any] | None:
+    if storage is None:
+        return None
+    is_writing = storage.step is not None
+    return {
+        "persisted_step": storage.persisted,
+        "persisted_age_s": _rounded(storage.age_s) if storage.persisted is not None else None,
+        "persisted_bytes": storage.nbytes or None,
+        "bytes_per_s": _rounded(storage.bytes_per_s) or None,
+        "writing_step": storage.step,
+        "writing_age_s": _rounded(storage.since_s) if is_writing else None,
+        "written_bytes": storage.written_bytes if is_writing else None,
+        "writing_bytes": storage.total_bytes if is_writing else None,
+        "every_s": _rounded(storage.every_s) or None,
+        "trouble": storage.trouble or None,
+    }
 
 
 def _protection_document(job: JobView) -> dict[str, Any] | None:

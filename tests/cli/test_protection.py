@@ -418,3 +418,30 @@ def test_recover_reads_from_copies_and_says_so():
     assert "cell c: 3.0 MiB copied; read from node-b (3.0 MiB)." in text
     request = rebuild_request(found, plan, [2], {})
     assert [(each.rank, each.slot) for each in request.parity] == [(1, "parity-1.slot-0")]
+
+
+def test_checkpoints_on_storage_are_shown_and_a_failing_storage_is_a_warning():
+    storage = pb.StorageStatus(
+        persisted=40, age_s=12.0, nbytes=4 << 20, took_s=2.0, step=46, since_s=1.5, written_bytes=1 << 20,
+        total_bytes=4 << 20, every_s=1800.0,
+    )  # fmt: skip
+    text = " ".join(" ".join(lines_of(job_survey(4), storage=storage)).split())
+    assert (
+        "storage step 40 is on storage, since 12.0s: 4.0 MiB in 2.0s, 2.0 MiB a second; step 46 is being written, "
+        in text
+    )
+    assert "1.0 MiB of 4.0 MiB, since 1.5s; one each 30m00s." in text and "health OK" in text
+    status = job(*(rank(i) for i in range(4)), storage=storage)
+    (document,) = status_view.document(reply(status), [status_view.job_view(status, job_survey(4))], "x")["jobs"]
+    assert document["storage"] == {
+        "persisted_step": 40, "persisted_age_s": 12.0, "persisted_bytes": 4 << 20, "bytes_per_s": 2 << 20,
+        "writing_step": 46, "writing_age_s": 1.5, "written_bytes": 1 << 20, "writing_bytes": 4 << 20,
+        "every_s": 1800.0, "trouble": None,
+    }  # fmt: skip
+    broken = pb.StorageStatus(persisted=-1, step=-1, trouble="step 46 is not on storage: no space is left.")
+    lines = lines_of(job_survey(4), storage=broken)
+    assert "storage no checkpoint is known yet; only on request." in lines
+    assert "trouble step 46 is not on storage: no space is left." in lines
+    text = " ".join(" ".join(lines).split())
+    assert "health WARN step 40 is held, but checkpoints fail: step 46 is not on storage: no space is left." in text
+    assert "health OK" in " ".join(" ".join(lines_of(job_survey(4), storage=broken, named=False)).split())

@@ -62,6 +62,7 @@ class JobFacts:
         is_degraded: whether the job was restored after a loss, and is not whole again yet.
         mismatched: leaves whose replicas differ.
         holdings: what is held now; None if not known.
+        storage_trouble: what is wrong with the checkpoints on storage; empty: nothing.
     """
 
     world: int
@@ -74,6 +75,7 @@ class JobFacts:
     is_degraded: bool = False
     mismatched: Sequence[str] = ()
     holdings: Holdings | None = None
+    storage_trouble: str = ""
 
     @property
     def word(self) -> ProtectionWord | None:
@@ -108,6 +110,8 @@ def judge(job: JobFacts) -> tuple[Health, str]:
         )
     if job.word is ProtectionWord.DEGRADED:
         return Health.WARN, f"step {job.whole.step} is held, but it survives fewer losses than requested."
+    if job.storage_trouble:
+        return Health.WARN, f"step {job.whole.step} is held, but checkpoints fail: {job.storage_trouble}"
     if all(rank.closed for rank in job.ranks):
         return Health.OK, f"training has ended; step {job.whole.step} is still held."
     if len(living) < job.world:
