@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
+from reft.wire import messages
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.slot_copy import read_head
 from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import CHUNK, Job, data_of, write
+from tests.support.jobs import CHUNK, Job, data_of, epoch_of, write
 
 LINEAGE = "0123456789abcdef"
 
@@ -41,9 +40,15 @@ class PersistedJob(Job):
         super().__init__(
             [(daemon, [rank]) for rank, daemon in enumerate(daemons)], **{"lineage": LINEAGE, "slots": count, **facts}
         )
+        self.manifest.named = bool(facts.get("named", True))  # merging leaves a True
         self.pid, self.root, self.count, self.nbytes = pid, root, count, chunks * CHUNK
         self.store = CheckpointStore(StorageFolder(root), self.name)
         self.slots_of: dict[int, list[SlotMap]] = {}
+
+    def decision(self, base: Version | None = None) -> pb.Decision:
+        decision = super().decision(base)
+        decision.known.extend(messages.epoch_to(epoch_of(counter)) for counter in range(self.counter - 1, 0, -1))
+        return decision
 
     def begin(self, base: Version | None = None) -> PersistedJob:
         """Attaches: decides, and leases slots."""

@@ -238,8 +238,8 @@ class PersistService:
 
         Raises:
             ConfigError: the job is not persisted.
-            AttachError: no step is whole yet, or the coordinator is not reached.
-            StaleEpoch: the request belongs to an earlier attach.
+            AttachError: no step is whole yet, or the question belongs to an earlier attach.
+            grpc.RpcError: the coordinator does not answer, or refuses.
         """
         if job.round is None:
             raise AttachError(f"no step of job {job.id} is whole yet.", "try again later")
@@ -249,7 +249,8 @@ class PersistService:
             raise ConfigError(reason, "start each daemon with --persist DIR, and attach again")
         state, pins = self._state_of(job), job.round.outcome.pins
         if request.HasField("step"):
-            job.check_epoch(request.epoch)
+            if messages.epoch_from(request.epoch) != job.epoch:
+                raise AttachError(f"job {job.id} was started again meanwhile.", "ask again")
             step = request.step
         else:
             step = newest_step(pins, request.flush)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.support.daemons import DaemonProcess, until
+from tests.support.daemons import until
 from tests.support.jobs import Code, Trainer, refused
 from tests.support.persisted import LINEAGE, PersistedJob, persister_of, persisters
 
@@ -17,6 +19,18 @@ from tests.support.persisted import LINEAGE, PersistedJob, persister_of, persist
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "storage"
+
+
+@pytest.fixture
+def small_root(tmp_path: Path) -> Iterator[Path]:
+    """A folder with room for little more than the names of a checkpoint."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=32k", "reft-test", folder]
+    if os.getuid() or subprocess.run(command, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def two_nodes(start, trainer: Trainer, root: Path, *flags: str, **facts: object) -> PersistedJob:
@@ -38,3 +52,174 @@ def test_a_request_writes_the_newest_whole_step_from_any_node(start, trainer, ro
     assert not job.report(0, {}).pins.HasField("persist")
     manifest = job.store.checkpoints(LINEAGE)[0].manifest
     assert not pb.Manifest.FromString(manifest.job_manifest).token
+
+
+def test_each_interval_has_a_checkpoint_and_old_ones_are_removed(start, trainer, root):
+    job = two_nodes(start, trainer, root, "--persist-every", "100ms", "--keep", "2").begin()
+    for step in (3, 5, 7, 9):
+        job.seal(step)
+        until(lambda step=step: step in job.stored(), what=f"step {step} on storage")
+    until(lambda: job.stored() == [7, 9], what="retention")
+    job.check(7, 9)
+    assert not job.folders(3) and job.status().every_s == pytest.approx(0.1)
+
+
+def test_training_goes_on_while_storage_hangs_and_the_persisted_step_stays(start, trainer, root):
+    job = two_nodes(start, trainer, root).begin()
+    job.seal(1)
+    assert job.persist().done
+    stopped = persister_of(job.daemons[1])
+    stopped.suspend()
+    job.seal(2)
+    asked = job.ask()
+    until(lambda: job.status().step == 2 and job.status().written_bytes)
+    job.seal(3, 4, 5, 6, 7, 8)
+    assert not job.ask(1, asked).done and job.report(1, {}).pins.persist == 2
+    assert len(persisters(job.daemons[0])) == len(persisters(job.daemons[1])) == 1
+    stopped.resume()
+    assert until(lambda: job.ask(1, asked).done)
+    job.check(1, 2)
+    until(lambda: not job.report(1, {}).pins.HasField("persist"), what="the pin's end")
+
+
+def test_a_node_that_is_killed_in_mid_write_writes_again(start, trainer, root):
+    job = two_nodes(start, trainer, root, chunks=8192).begin()
+    job.seal(1)
+    assert job.persist().done
+    child = persister_of(job.daemons[1])
+    job.seal(2)
+    asked = job.ask()
+    child.suspend()
+    job.daemons[1].kill()
+    until(lambda: not child.is_running(), what="the end of a persister whose daemon has ended")
+    job.daemons[1].start()
+    assert until(lambda: job.ask(0, asked).done, what="the checkpoint")
+    job.check(1, 2)
+
+
+def test_a_coordinator_that_is_killed_before_the_commit_goes_on_after_its_restart(start, trainer, root):
+    job = two_nodes(start, trainer, root)
+    coordinator = job.daemons[0]
+    coordinator.environment["REFT_FAILPOINTS"] = "persist.commit:kill"
+    coordinator.kill()
+    coordinator.start()
+    job.begin()
+    job.seal(1, 2)
+    job.ask(node=1)
+    coordinator.process.wait(60)
+    assert job.stored() == [] and job.report(1, {}).pins.persist == 2
+    written = job.folders(2)
+    coordinator.environment.clear()
+    coordinator.start()
+    until(job.stored, what="the checkpoint")
+    job.check(2)
+    assert len(job.folders(2)) == len(written) + 2 == 4, "nobody writes into the folder of another attempt"
+    until(lambda: not job.report(1, {}).pins.HasField("persist"), what="the pin's end")
+    job.seal(3, 4)
+    assert job.whole(1) == 4, "the pins' seq was recorded: node 1 hears of newer steps"
+    assert job.persist().done
+    job.check(2, 4)
+
+
+def test_full_storage_is_said_and_the_next_request_succeeds(start, trainer, small_root):
+    job = two_nodes(start, trainer, small_root, chunks=64).begin()
+    job.seal(1)
+    reply = job.persist()
+    assert not reply.done and "No space left on device" in reply.trouble
+    assert "step 1 is not on storage" in job.status().trouble
+    assert not job.report(0, {}).pins.HasField("persist") and job.stored() == []
+    assert not job.folders(1), "failed attempts leave nothing that fills the storage"
+    job.seal(2)
+    subprocess.run(["mount", "-o", "remount,size=8m", small_root], check=True)
+    assert job.persist().done and not job.status().trouble
+    job.check(2)
+
+
+def test_with_two_slots_a_step_that_is_overwritten_is_given_up(start, trainer, root):
+    job = two_nodes(start, trainer, root, count=2).begin()
+    job.seal(1)
+    assert job.persist().done
+    persister_of(job.daemons[0]).suspend()
+    job.seal(2)
+    asked = job.ask()
+    until(lambda: job.status().step == 2)
+    job.seal(3, 4, 5)
+    persister_of(job.daemons[0]).resume()
+    reply = until(lambda: (r := job.ask(0, asked)) and r.trouble and r, what="the end of the checkpoint")
+    assert "2" in reply.trouble and job.stored() == [1]
+    assert job.persist().done
+    job.check(1, 5)
+
+
+def test_a_purge_ends_the_lineage(start, trainer, root):
+    job = two_nodes(start, trainer, root).begin()
+    job.seal(1)
+    assert job.persist().done
+    trainer.kill()
+    until(lambda: not any(rank.alive for rank in job.daemons[0].status("job").ranks))
+    assert not job.store.lineage(LINEAGE).has_ended
+    job.daemons[0].call("Purge", pb.PurgeRequest(job="job"), 30)
+    assert job.store.lineage(LINEAGE).has_ended
+
+
+def test_a_flush_on_sigterm_persists_the_newest_whole_step(start, trainer, root):
+    job = two_nodes(start, trainer, root, "--flush-on-exit").begin()
+    job.seal(1, 2, 3)
+    for daemon in reversed(job.daemons):
+        daemon.process.send_signal(signal.SIGTERM)
+    for daemon in job.daemons:
+        assert daemon.process.wait(60) == 0
+    job.check(3)
+
+
+def test_a_stuck_storage_holds_up_the_exit_for_the_grace_only(start, trainer, root):
+    job = two_nodes(start, trainer, root, "--flush-on-exit", "--grace", "300ms").begin()
+    job.seal(1)
+    assert job.persist().done
+    child = persister_of(job.daemons[0])
+    child.suspend()
+    job.seal(2)
+    job.daemons[0].process.send_signal(signal.SIGTERM)
+    assert job.daemons[0].process.wait(60) == 0
+    assert "did not take everything within the grace of 0.3 s" in job.daemons[0].log.read_text()
+    assert job.stored() == [1]
+
+
+def test_an_attach_ends_the_work_of_the_earlier_epoch(start, trainer, root):
+    job = two_nodes(start, trainer, root).begin()
+    job.seal(1)
+    assert job.persist().done
+    child = persister_of(job.daemons[1])
+    child.suspend()
+    job.seal(2)
+    asked = job.ask()
+    until(lambda: job.status().step == 2)
+    job.close().begin(job.version(2))
+    child.resume()
+    with refused(Code.FAILED_PRECONDITION, "was started again meanwhile"):
+        job.ask(0, asked)
+    job.seal(3)
+    assert job.persist().done
+    job.check(1, 3)
+    assert [each.epoch.counter for each in job.store.decisions(LINEAGE)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [({"named": False}, "has no name"), ({"lineage": ""}, "was attached while no daemon had --persist")],
+)
+def test_jobs_that_would_not_be_found_again_are_not_persisted(start, trainer, root, facts, text):
+    job = two_nodes(start, trainer, root, "--persist-every", "50ms", "--flush-on-exit", **facts).begin()
+    job.seal(1)
+    with refused(Code.INVALID_ARGUMENT, text):
+        job.ask(1)
+    assert text in job.status().trouble and not persisters(job.daemons[0])
+
+
+def test_without_a_folder_on_all_nodes_nothing_is_complete(start, trainer, root):
+    daemons = [start("--listen", "127.0.0.1:0", "--persist", str(root)), start("--listen", "127.0.0.1:0")]
+    job = PersistedJob(daemons, trainer.pid, root).begin()
+    assert [daemon.call("Hello", pb.HelloRequest(protocol=10)).persists for daemon in daemons] == [True, False]
+    job.seal(1)
+    reply = job.persist(node=1)
+    assert "node n1 does not write" in reply.trouble and "--persist" in reply.trouble and job.stored() == []
