@@ -1,0 +1,123 @@
+"""The daemon's side of the persister: storage that hangs costs one process, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from reft.core.commit.decision import Decision
+from reft.core.commit.version import Epoch, Version
+from reft_daemon.child import child_process
+from reft_daemon.persist import persister
+from reft_daemon.persist.persister import Persister, StorageFailed
+from reft_daemon.persist.slot_copy import SlotRange, SlotSource
+from tests.daemon.persist.test_checkpoint_store import LINEAGE, Slot
+
+DECISION = Decision(Epoch(1, bytes(16)), None)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Starts of processes are not paced."""
+    monkeypatch.setattr(child_process, "PAUSE_S", 0.0)
+    monkeypatch.setattr(child_process, "EARLY_S", 0.0)
+
+
+def with_persister(root: Path, act: Callable[[Persister], Awaitable[None]]) -> None:
+    async def run() -> None:
+        each = Persister(root)
+        try:
+            await asyncio.wait_for(act(each), 60)
+        finally:
+            each.close()
+
+    asyncio.run(run())
+
+
+def test_a_command_without_progress_is_given_up_and_the_next_one_has_a_new_process(tmp_path, monkeypatch):
+    async def act(each: Persister) -> None:
+        await each.decide("job", LINEAGE, DECISION)
+        stopped = each.child.running.process
+        os.kill(stopped.pid, signal.SIGSTOP)
+        monkeypatch.setattr(persister, "STALL_S", 0.2)
+        with pytest.raises(StorageFailed, match=r"takes nothing for 0\.2 s"):
+            await each.decide("job", LINEAGE, DECISION)
+        monkeypatch.setattr(persister, "STALL_S", 30.0)
+        await each.decide("job", LINEAGE, DECISION)
+        assert await asyncio.to_thread(stopped.wait, 30) == -signal.SIGKILL
+        assert each.child.running.process.pid != stopped.pid
+
+    with_persister(tmp_path, act)
+
+
+def test_a_process_that_storage_holds_in_the_kernel_stays_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(persister, "LINGER_S", 0.05)
+
+    async def act(each: Persister) -> None:
+        held = SimpleNamespace(poll=lambda: None, wait=lambda: pytest.fail("nothing waits for the process"))
+        each.child._ended = held
+        for _ in range(2):
+            with pytest.raises(StorageFailed, match=f"still waits for {tmp_path}"):
+                await each.decide("job", LINEAGE, DECISION)
+        assert each.child.running is None, "no second process beside it"
+        each.close()
+        held.poll, held.wait = lambda: -9, lambda: -9
+        await each.decide("job", LINEAGE, DECISION)
+
+    with_persister(tmp_path, act)
+
+
+def test_the_end_of_a_process_is_not_waited_for(tmp_path):
+    """The daemon's exit must not wait for a process in the kernel."""
+
+    async def act(each: Persister) -> None:
+        await each.decide("job", LINEAGE, DECISION)
+        process, wait = each.child.running.process, each.child.running.process.wait
+        process.wait = lambda: time.sleep(3600)
+        each.close()
+        assert wait(30) == -signal.SIGKILL
+
+    with_persister(tmp_path, act)
+
+
+def test_the_bytes_of_a_write_are_noted_and_a_cancelled_write_leaves_no_index(tmp_path):
+    slot, noted = Slot(3), []
+    source = SlotSource(3, slot.source.descriptor, [SlotRange(0, 1 << 62)])
+    version = slot.map.reread().version
+
+    async def act(each: Persister) -> None:
+        digest = await each.write("job", LINEAGE, version, (1, 5), [source], noted.append)
+        assert len(digest) == 32
+        with pytest.raises(StorageFailed, match="File exists"):
+            await each.write("job", LINEAGE, version, (1, 5), [source], noted.append)
+        assert (tmp_path / "job" / LINEAGE).exists() and list(tmp_path.rglob("index.json")), "another's files stay"
+        with pytest.raises(StorageFailed, match="the slot holds"):
+            await each.write("job", LINEAGE, Version(version.epoch, 7), (1, 6), [source], noted.append)
+        assert not list(tmp_path.rglob("node-1.6")), "a failed attempt leaves nothing"
+        with pytest.raises(StorageFailed, match="65 ranks of job job train on this node; at most 64"):
+            await each.write("job", LINEAGE, version, (1, 7), [source] * 65, noted.append)
+
+    with_persister(tmp_path, act)
+
+
+def test_decisions_commits_and_retention_go_through_the_process(tmp_path):
+    async def act(each: Persister) -> None:
+        await each.decide("job", LINEAGE, DECISION)
+        await each.decide("job", LINEAGE, DECISION)
+        assert await each.prune("job", LINEAGE, DECISION, persister.RetentionSettings()) == 0
+        await each.end("job", LINEAGE)
+        assert sorted(path.name for path in (tmp_path / "job" / LINEAGE).iterdir()) == [
+            f"DECISION-1-{bytes(16).hex()}", "ENDED",
+        ]  # fmt: skip
+        stale = Decision(Epoch(2, bytes(16)), None)
+        with pytest.raises(StorageFailed, match="went on in epoch 1"):
+            await each.prune("job", LINEAGE, stale, persister.RetentionSettings())
+
+    with_persister(tmp_path, act)
