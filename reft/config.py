@@ -43,7 +43,9 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Returns the seconds that a text such as "500ms", "90s", "30m", "24h" or "0" stands for.
+    """Returns the seconds that a text such as "500ms", "30m" or "0" stands for.
+
+    The units are ms, s, m, h and d.
 
     Raises:
         ConfigError: the text is not a duration.

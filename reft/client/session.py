@@ -148,7 +148,7 @@ class Session:
         return self._window.seal(self._seal_deadline_s if timeout is None else timeout)
 
     def persist(self) -> None:
-        """Asks the daemons for a checkpoint of the newest whole step, and does not wait for it.
+        """Asks for a checkpoint of the newest whole step; does not wait for it.
 
         One rank is enough; more of them change nothing. For a checkpoint of the step that was just
         marked, call `seal` before. Training goes on if there is no storage, or if it fails: that is

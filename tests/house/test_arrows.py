@@ -52,7 +52,7 @@ LAYERS = {
         ),
     ),
     "reft.core": (
-        *("status", "recovery", "commit", "coding", "membership", "pipeline", "layout"),
+        *("status", "recovery", "persist", "commit", "coding", "membership", "pipeline", "layout"),
         *("budget", "text"),
     ),
     "reft.wire": (
@@ -61,6 +61,7 @@ LAYERS = {
             "messages",
             "timeline_socket",
             "tls",
+            "stored_format",
             "record_format",
             "capsule_format",
             "slot_format",
@@ -74,7 +75,18 @@ LAYERS = {
         *("options", "shared_state", "torch_internals"),
     ),
     "reft.cli": (
-        *("main", "demo", "recover", "recover_view", "status_text", "status_view", "survey", "timeline", "ask"),
+        *(
+            "main",
+            "demo",
+            "persist",
+            "recover",
+            "recover_view",
+            "status_text",
+            "status_view",
+            "survey",
+            "timeline",
+            "ask",
+        ),
         "signals",
     ),
     "reft_daemon": (
@@ -86,6 +98,7 @@ LAYERS = {
         "membership",
         "peers",
         "replay",
+        "persist",
         "jobs",
         "mover",
         "child",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from reft.core.commit.pins import EXCHANGE_SLOTS_MIN, ExchangeFacts, Pins, UnguardedLane
 from reft.core.commit.round import Digests, Outcome, Round, StepReport
@@ -88,10 +89,10 @@ def pin_persist(job: JobRecord, step: int) -> bool:
     if job.round is None or job.round.is_pinned:
         return False
     pins = job.round.outcome.pins
-    outcome = job.round.with_persist(step)
-    if not has_recorded(job, outcome.pins, pins):
+    after = pins.with_persist(step)
+    if not has_recorded(job, after, pins):
         return False
-    job.round.hear_outcome(outcome)
+    job.round.hear_outcome(replace(job.round.outcome, pins=after))
     publish(job)
     return True
 

@@ -27,92 +27,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
 
-from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.persist.persist_cadence import PERSIST_SLOTS_MIN, PersistCadence, newest_step
 from reft.core.persist.stored_names import is_lineage
-from reft.errors import AttachError, ConfigError, FormatError, ReftError
+from reft.errors import AttachError, ConfigError, ReftError
 from reft.failpoints import Failpoints
 from reft.wire import messages
-from reft.wire import stored_format as stored
-from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.arena.headers import header_of
 from reft_daemon.jobs import rounds
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.peers.persist_run import ATTEMPTS, CALL_S, PersistRun
 from reft_daemon.peers.round_replicator import PeerChannels, reason_of
-from reft_daemon.persist.persister import Persister, PersistSettings, StorageFailed
-from reft_daemon.persist.slot_copy import SlotRange, SlotSource, stored_bytes
+from reft_daemon.persist.node_writer import NodeWriter
+from reft_daemon.persist.persister import Persister, PersistSettings, StorageFailed, StoredStep
 
 log = logging.getLogger("reft.daemon")
 LOOK_S: Final = 0.2  # between two looks at what is due
-POLL_S: Final = 2.0  # between two questions to a node; the first ones come sooner
-POLL_MIN_S: Final = 0.05
-SILENCE_S: Final = 60.0  # of a node, until it is given up
-ATTEMPTS: Final = 3  # of one node and checkpoint
 RETRY_S: Final = 30.0  # until a decision is put to storage again
-CALL_S: Final = 10.0
 FLUSH_AFTER_S: Final = 15.0  # without a trainer: a launcher that restarts the job is faster
 FLUSH_SILENCE_S: Final = 5.0  # of the coordinator, in a flush
-_END: Final = 1 << 62
-_SILENT: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-
-
-@dataclass
-class NodePart:
-    """What this node writes of a checkpoint.
-
-    Attributes:
-        version: the version.
-        attempt: of the coordinator.
-        task: ends with the work.
-        written_bytes: so far.
-        total_bytes: of this node; 0: not known yet.
-        index_digest: once all is written.
-        error: why it has failed.
-    """
-
-    version: Version
-    attempt: int
-    task: asyncio.Task[None] | None = None
-    written_bytes: int = 0
-    total_bytes: int = 0
-    index_digest: str = ""
-    error: str = ""
-
-
-@dataclass
-class PersistRun:
-    """One checkpoint under way, as its coordinator sees it.
-
-    Attributes:
-        version: the version.
-        attempt: the first one of each node.
-        began_s: when it began.
-        replies: node → its newest reply.
-    """
-
-    version: Version
-    attempt: int
-    began_s: float = field(default_factory=time.monotonic)
-    replies: dict[int, pb.PersistReply] = field(default_factory=dict)
-
-    @property
-    def written_bytes(self) -> int:
-        return sum(reply.written_bytes for reply in self.replies.values())
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(reply.total_bytes for reply in self.replies.values())
 
 
 @dataclass
@@ -128,6 +69,7 @@ class JobState:
         run: the checkpoint under way.
         last: the newest complete one.
         last_s: when it was completed.
+        found: step and time of the newest one that storage had before; None: none.
         took_s: how long it took.
         trouble: what is wrong; empty: nothing.
     """
@@ -140,8 +82,27 @@ class JobState:
     run: PersistRun | None = None
     last: PersistRun | None = None
     last_s: float = 0.0
+    found: StoredStep | None = None
     took_s: float = 0.0
     trouble: str = ""
+
+    def note_trouble(self, job: str, words: str) -> None:
+        """Notes what is wrong; logs it if it is new."""
+        if words != self.trouble:
+            log.error("job=%s %s", job, words)
+        self.trouble = words
+
+    def note_complete(self, run: PersistRun) -> None:
+        """Notes that a checkpoint is complete."""
+        self.last, self.last_s, self.trouble = run, time.monotonic(), ""
+        self.took_s = self.last_s - run.began_s
+        log.info("job=%s %s is on storage: %d bytes in %.2f s", run.job.id, run.version, run.total_bytes, self.took_s)
+
+    def stop(self) -> None:
+        """Ends what is under way; its end changes no pins."""
+        if self.task is not None:
+            self.task.cancel()
+        self.task = self.run = None
 
 
 class PersistService:
@@ -164,7 +125,7 @@ class PersistService:
         self._failpoints = failpoints
         self._persister = Persister(settings.root) if settings else None
         self._states: dict[str, JobState] = {}
-        self._parts: dict[str, NodePart] = {}
+        self.writer = NodeWriter(self._persister)
         self._flushed: dict[str, Epoch] = {}  # job → the epoch whose end was flushed
         self._refused: set[str] = set()  # jobs that are not persisted, as already logged
         self._tasks: set[asyncio.Task[None]] = set()
@@ -184,22 +145,20 @@ class PersistService:
 
     def wake(self, job: JobRecord) -> None:
         """Ends all work of an earlier epoch of the job."""
-        part, state = self._parts.get(job.id), self._states.get(job.id)
+        state = self._states.get(job.id)
         if not job.record.HasField("decision"):
             return
-        if part is not None and part.version.epoch != job.epoch:
-            _cancel(self._parts.pop(job.id).task)
+        self.writer.end_earlier(job)
         if state is not None and state.epoch != job.epoch:
-            _cancel(state.task)
+            state.stop()
             state.epoch, state.cadence = job.epoch, state.cadence.next_epoch()
-            state.has_decision, state.decide_s, state.task, state.run = False, 0.0, None, None
+            state.has_decision, state.decide_s = False, 0.0
 
     def drop(self, name: str) -> None:
         """Ends all work for a job that is dropped."""
-        if name in self._parts:
-            _cancel(self._parts.pop(name).task)
+        self.writer.drop(name)
         if name in self._states:
-            _cancel(self._states.pop(name).task)
+            self._states.pop(name).stop()
         self._flushed.pop(name, None)
         self._refused.discard(name)
 
@@ -212,27 +171,6 @@ class PersistService:
         if self._persister is not None and is_lineage(job.record.manifest.lineage):
             await self._persister.end(job.id, job.record.manifest.lineage)
 
-    async def persist(self, job: JobRecord, request: pb.PersistRequest) -> pb.PersistReply:
-        """Begins this node's part of a checkpoint, unless it is begun; returns how far it is.
-
-        Raises:
-            ConfigError: this daemon does not write to storage.
-        """
-        if self._persister is None or not is_lineage(request.lineage):
-            raise ConfigError(f"this daemon can't persist job {job.id}.", "start each daemon with --persist DIR")
-        version, part = messages.version_from(request.version), self._parts.get(job.id)
-        if part is None or part.attempt < request.attempt:
-            earlier = part.task if part is not None else None
-            _cancel(earlier)
-            part = self._parts[job.id] = NodePart(version, request.attempt)
-            part.task = self._start(self._write(job, part, request.lineage, earlier))
-        elif part.attempt > request.attempt:
-            return pb.PersistReply(error=f"attempt {part.attempt} is under way.")
-        return pb.PersistReply(
-            written_bytes=part.written_bytes, total_bytes=part.total_bytes, index_digest=part.index_digest,
-            error=part.error,
-        )  # fmt: skip
-
     async def request(self, job: JobRecord, request: pb.PersistJobRequest) -> pb.PersistJobReply:
         """Takes a request for a checkpoint, or for how far it is. The coordinator answers.
 
@@ -244,8 +182,10 @@ class PersistService:
         if job.round is None:
             raise AttachError(f"no step of job {job.id} is whole yet.", "try again later")
         if job.round.index != 0:
-            return await self._ask_coordinator(job, request)
-        if reason := self._refusal(job):
+            manifest, service = job.record.manifest, pb_grpc.DaemonStub
+            coordinator = manifest.nodes[0], manifest.token
+            return await self._peers.call(*coordinator, service, "PersistJob", request, CALL_S, reconnect=True)  # type: ignore[return-value]
+        if reason := refusal(job, self.settings):
             raise ConfigError(reason, "start each daemon with --persist DIR, and attach again")
         state, pins = self._state_of(job), job.round.outcome.pins
         if request.HasField("step"):
@@ -268,7 +208,7 @@ class PersistService:
         """Persists the newest whole step of each job, within the grace."""
         if self.settings is None or not self.settings.flushes:
             return
-        tasks = [self._start(self._flush(job)) for job in self._jobs.values() if not self._refusal(job)]
+        tasks = [self._start(self._flush(job)) for job in self._jobs.values() if not refusal(job, self.settings)]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=self.settings.grace_s)
             if late:
@@ -281,13 +221,17 @@ class PersistService:
         if self.settings is None or job.round is None or job.round.index != 0:
             return None
         now, state = time.monotonic(), self._states.get(job.id)
-        status = pb.StorageStatus(persisted=-1, step=-1, every_s=self.settings.every_s, trouble=self._refusal(job))
+        status = pb.StorageStatus(
+            persisted=-1, step=-1, every_s=self.settings.every_s, trouble=refusal(job, self.settings)
+        )
         if state is None:
             return status
         status.trouble = state.trouble
         if state.last is not None:
             status.persisted, status.age_s = state.last.version.step, now - state.last_s
             status.nbytes, status.took_s = state.last.total_bytes, state.took_s
+        elif state.found is not None:
+            status.persisted, status.age_s = state.found.version.step, max(time.time() - state.found.time_s, 0.0)
         if state.run is not None:
             status.step, status.since_s = state.run.version.step, now - state.run.began_s
             status.written_bytes, status.total_bytes = state.run.written_bytes, state.run.total_bytes
@@ -295,6 +239,9 @@ class PersistService:
 
     async def close(self) -> None:
         """Ends all work, and the persister. Waits for neither storage nor other nodes."""
+        self.writer.close()
+        for state in self._states.values():
+            state.stop()  # the pins stay: the next daemon goes on
         for task in self._tasks:
             task.cancel()
         if self._persister is not None:
@@ -303,16 +250,6 @@ class PersistService:
             await asyncio.wait(self._tasks, timeout=CALL_S)
 
     # The coordinator
-
-    def _refusal(self, job: JobRecord) -> str:
-        """Returns why a job is not persisted; empty if it is."""
-        if self.settings is None:
-            return f"the daemon of job {job.id}'s coordinator writes no checkpoints."
-        if not job.record.manifest.named:
-            return f"job {job.id} has no name, so its checkpoints could not be found again."
-        if not is_lineage(job.record.manifest.lineage):
-            return f"job {job.id} was attached while no daemon had --persist."
-        return ""
 
     def _state_of(self, job: JobRecord) -> JobState:
         if job.id not in self._states:
@@ -325,7 +262,7 @@ class PersistService:
         """Begins what is due for a job, if this node is its coordinator."""
         if job.round is None or job.round.index != 0:
             return
-        if reason := self._refusal(job):
+        if reason := refusal(job, self.settings):
             if job.id not in self._refused:
                 self._refused.add(job.id)
                 log.warning("job=%s is not persisted: %s", job.id, reason)
@@ -348,7 +285,7 @@ class PersistService:
             return
         state.cadence = state.cadence.begin(now)
         seq = job.round.outcome.pins.seq
-        state.run = PersistRun(Version(job.epoch, step), (ATTEMPTS + 1) * seq)
+        state.run = PersistRun(job, Version(job.epoch, step), (ATTEMPTS + 1) * seq, self.writer, self._peers)
         state.task = self._start(self._run(job, state, state.run))
 
     async def _decide_alone(self, job: JobRecord, state: JobState) -> None:
@@ -356,7 +293,7 @@ class PersistService:
             await self._decide(job, state)
             state.trouble = ""
         except StorageFailed as error:
-            self._note_trouble(job, state, f"the decision of this attach is not on storage: {error.message}")
+            state.note_trouble(job.id, f"the decision of this attach is not on storage: {error.message}")
         finally:
             if state.task is asyncio.current_task():
                 state.task, state.decide_s = None, time.monotonic() + RETRY_S
@@ -366,100 +303,42 @@ class PersistService:
         if not state.has_decision:
             decision = messages.decision_from(job.record.decision)
             await self._persister.decide(job.id, job.record.manifest.lineage, decision)
-            state.has_decision = state.epoch == decision.epoch
+            state.found = await self._persister.newest(job.id, job.record.manifest.lineage)
+            if state.epoch == decision.epoch:
+                state.has_decision = True
+                if state.found is not None and state.found.version.epoch == decision.epoch:
+                    state.cadence = state.cadence.end(state.found.version.step, is_complete=True)
 
     async def _run(self, job: JobRecord, state: JobState, run: PersistRun) -> None:
-        """Makes one checkpoint, or says why not."""
+        """Makes one checkpoint, or says why not; then removes old ones."""
+        try:
+            if await self._is_persisted(job, state, run) and state.epoch == run.version.epoch:
+                await self._prune(job, state)
+        finally:
+            if state.task is asyncio.current_task():
+                state.task = None
+
+    async def _is_persisted(self, job: JobRecord, state: JobState, run: PersistRun) -> bool:
+        """Makes one checkpoint; returns whether it is complete."""
+        assert self._persister is not None
         is_complete = False
         try:
             await self._decide(job, state)
-            nodes = await self._write_everywhere(job, run)
-            await self._commit(job, run, nodes)
-            is_complete = True
-            state.last, state.last_s, state.took_s = run, time.monotonic(), time.monotonic() - run.began_s
-            state.trouble = ""
-            log.info("job=%s %s is on storage: %d bytes in %.2f s", job.id, run.version, run.total_bytes, state.took_s)
+            is_complete = state.cadence.persisted >= run.version.step  # since before a restart
+            if not is_complete:
+                await run.commit(self._persister, await run.write(), self._failpoints)
+                is_complete = True
+                state.note_complete(run)
         except (ReftError, OSError, grpc.RpcError) as error:
             words = error.message if isinstance(error, ReftError) else reason_of(error)
-            self._note_trouble(job, state, f"step {run.version.step} is not on storage: {words}")
+            state.note_trouble(job.id, f"step {run.version.step} is not on storage: {words}")
         finally:
             if state.run is run:  # else an attach has begun another epoch
                 state.cadence = state.cadence.end(run.version.step, is_complete)
                 state.run = None
                 if job.round is not None and job.round.outcome.pins.persist >= 0:
                     rounds.pin_persist(job, -1)
-        if is_complete and state.epoch == run.version.epoch:
-            await self._prune(job, state)
-        if state.task is asyncio.current_task():
-            state.task = None
-
-    async def _write_everywhere(self, job: JobRecord, run: PersistRun) -> list[stored.StoredNode]:
-        """Returns what all nodes have written.
-
-        Raises:
-            StorageFailed: a node has failed too often, or is silent.
-        """
-        count = len(job.record.manifest.nodes)
-        tasks = [asyncio.ensure_future(self._write_on(job, run, index)) for index in range(count)]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _write_on(self, job: JobRecord, run: PersistRun, index: int) -> stored.StoredNode:
-        manifest, attempt = job.record.manifest, run.attempt
-        node, heard_s, pause_s = manifest.nodes[index], time.monotonic(), POLL_MIN_S
-        while True:
-            request = pb.PersistRequest(
-                job=job.id, epoch=job.record.decision.epoch, version=messages.version_to(run.version),
-                lineage=manifest.lineage, attempt=attempt,
-            )  # fmt: skip
-            try:
-                reply = await self._ask_node(job, index, request)
-            except (grpc.RpcError, OSError, ReftError) as error:
-                if isinstance(error, grpc.RpcError) and error.code() not in _SILENT:
-                    raise StorageFailed(f"node {node.name} does not write: {reason_of(error)}.") from error
-                if time.monotonic() - heard_s > SILENCE_S:
-                    raise StorageFailed(
-                        f"node {node.name} is silent for {SILENCE_S:g} s: {reason_of(error)}."
-                    ) from error
-                await asyncio.sleep(POLL_S)
-                continue
-            heard_s, run.replies[index] = time.monotonic(), reply
-            if reply.index_digest:
-                return stored.StoredNode(index, attempt, reply.index_digest)
-            if reply.error:
-                attempt += 1
-                if attempt == run.attempt + ATTEMPTS:
-                    raise StorageFailed(f"node {node.name}: {reply.error}")
-                log.warning("job=%s node=%s %s is written again: %s", job.id, node.name, run.version, reply.error)
-                pause_s = POLL_MIN_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, POLL_S)
-
-    async def _ask_node(self, job: JobRecord, index: int, request: pb.PersistRequest) -> pb.PersistReply:
-        if index == job.record.node_index:
-            job.check_epoch(request.epoch)
-            return await self.persist(job, request)
-        node, token = job.record.manifest.nodes[index], job.record.manifest.token
-        reply = await self._peers.call(node, token, pb_grpc.PeerStub, "Persist", request, CALL_S, reconnect=True)
-        assert isinstance(reply, pb.PersistReply)
-        return reply
-
-    async def _commit(self, job: JobRecord, run: PersistRun, nodes: list[stored.StoredNode]) -> None:
-        assert self._persister is not None
-        self._failpoints.hit("persist.commit", step=run.version.step, epoch=run.version.epoch.counter)
-        manifest = pb.Manifest()
-        manifest.CopyFrom(job.record.manifest)
-        manifest.ClearField("token")
-        await self._persister.commit(
-            stored.StoredManifest(
-                run.version, job.id, manifest.lineage, secrets.token_hex(16), manifest.SerializeToString(),
-                job.record.decision.SerializeToString(), tuple(nodes),
-            ),
-            messages.decision_from(job.record.decision),
-        )  # fmt: skip
+        return is_complete
 
     async def _prune(self, job: JobRecord, state: JobState) -> None:
         assert self._persister is not None and self.settings is not None
@@ -469,34 +348,7 @@ class PersistService:
             if removed:
                 log.info("job=%s removed checkpoints=%d", job.id, removed)
         except StorageFailed as error:
-            self._note_trouble(job, state, f"old checkpoints are not removed: {error.message}")
-
-    @staticmethod
-    def _note_trouble(job: JobRecord, state: JobState, words: str) -> None:
-        if words != state.trouble:
-            log.error("job=%s %s", job.id, words)
-        state.trouble = words
-
-    # Every node
-
-    async def _write(self, job: JobRecord, part: NodePart, lineage: str, earlier: asyncio.Task[None] | None) -> None:
-        """Writes this node's slots, or notes why not."""
-        assert self._persister is not None
-        if earlier is not None:
-            await asyncio.wait({earlier})
-
-        def note(nbytes: int) -> None:
-            part.written_bytes = nbytes
-
-        try:
-            manifest, index = job.record.manifest, job.record.node_index
-            ranges = await asyncio.to_thread(stored_ranges, manifest, index)
-            slots, part.total_bytes = slots_to_store(job, part.version, ranges)
-            place = index, part.attempt
-            part.index_digest = await self._persister.write(job.id, lineage, part.version, place, slots, note)
-            part.written_bytes = part.total_bytes
-        except (ReftError, OSError, ValueError) as error:
-            part.error = error.message if isinstance(error, ReftError) else str(error)
+            state.note_trouble(job.id, f"old checkpoints are not removed: {error.message}")
 
     # The end of a job, or of this daemon
 
@@ -504,14 +356,14 @@ class PersistService:
         """Begins a flush once the job's last trainer here is gone for a while."""
         assert self.settings is not None
         is_over = not job.is_live and time.monotonic() - job.ended_s > FLUSH_AFTER_S
-        if not self.settings.flushes or not is_over or job.round is None or self._refusal(job):
+        if not self.settings.flushes or not is_over or job.round is None or refusal(job, self.settings):
             return
         if self._flushed.get(job.id) != job.epoch:
             self._flushed[job.id] = job.epoch
             self._start(self._flush(job))
 
     async def _flush(self, job: JobRecord) -> None:
-        """Asks for the newest whole step, and waits until it is on storage or given up."""
+        """Has the newest whole step persisted; returns when it is, or is given up."""
         request, heard_s = pb.PersistJobRequest(job=job.id, flush=True), time.monotonic()
         while job.id in self._jobs:
             try:
@@ -527,14 +379,6 @@ class PersistService:
                 request = pb.PersistJobRequest(job=job.id, step=reply.step, epoch=reply.epoch, flush=True)
             await asyncio.sleep(LOOK_S)
 
-    async def _ask_coordinator(self, job: JobRecord, request: pb.PersistJobRequest) -> pb.PersistJobReply:
-        manifest = job.record.manifest
-        reply = await self._peers.call(
-            manifest.nodes[0], manifest.token, pb_grpc.DaemonStub, "PersistJob", request, CALL_S, reconnect=True
-        )
-        assert isinstance(reply, pb.PersistJobReply)
-        return reply
-
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -548,46 +392,12 @@ class PersistService:
         return task
 
 
-def _cancel(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()
-
-
-def stored_ranges(manifest: pb.Manifest, node_index: int) -> dict[int, list[SlotRange]]:
-    """Returns rank → the bytes of its slots' data that go to storage, for one node's ranks.
-
-    Parity is left out: it can be computed again.
-
-    Raises:
-        FormatError, ValueError: the manifest contradicts itself.
-    """
-    ranks = manifest.nodes[node_index].ranks
-    if not manifest.layouts:
-        return {rank: [SlotRange(0, _END)] for rank in ranks}
-    placement = placement_of(manifest)
-    parts = {rank: placement.rank_placement(rank) for rank in ranks}
-    return {
-        rank: [SlotRange(0, part.parity_offset), SlotRange(part.unreplicated_offset, _END)]
-        for rank, part in parts.items()
-    }
-
-
-def slots_to_store(
-    job: JobRecord, version: Version, ranges: Mapping[int, list[SlotRange]]
-) -> tuple[list[SlotSource], int]:
-    """Returns the slots of this node's ranks with a version, and how many bytes go to storage.
-
-    Raises:
-        FormatError: a rank has no such slot here.
-    """
-    sources, nbytes = [], 0
-    for rank in job.ranks:
-        for slot in job.slots.of_rank(rank):
-            header = header_of(job.id, slot)
-            if header is not None and header.state is SlotState.SEALED and header.version == version:
-                sources.append(SlotSource(rank, slot.descriptor, ranges[rank]))
-                nbytes += stored_bytes(header, ranges[rank])
-                break
-        else:
-            raise FormatError(f"no slot of rank {rank} has {version} any more.")
-    return sources, nbytes
+def refusal(job: JobRecord, settings: PersistSettings | None) -> str:
+    """Returns why a job is not persisted; empty if it is."""
+    if settings is None:
+        return f"the daemon of job {job.id}'s coordinator writes no checkpoints."
+    if not job.record.manifest.named:
+        return f"job {job.id} has no name, so its checkpoints could not be found again."
+    if not is_lineage(job.record.manifest.lineage):
+        return f"job {job.id} was attached while no daemon had --persist."
+    return ""

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from reft.wire.process import set_oom_score
-from reft_daemon.persist.child import CommandServer
+from reft_daemon.persist.child import StorageServer
 from reft_daemon.persist.storage_folder import StorageFolder
 
 OOM_SCORE = 900  # a lost persister costs one attempt
@@ -34,7 +34,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # a signal to the group is for the daemon, whose end ends this process
     channel = socket.socket(fileno=settings.channel)
     try:
-        CommandServer(channel, StorageFolder(settings.root)).run()
+        StorageServer(channel, StorageFolder(settings.root)).run()
     finally:
         os._exit(0)  # threads may be waiting for storage
 

@@ -7,8 +7,8 @@
     readers                    MANIFEST.json fits its own digest ─► the checkpoint is complete
 
 Invariants
-  1. Whoever dies at whatever write, fsync or link leaves a complete checkpoint, or none. No folder
-     is renamed.
+  1. A process that dies at any write, fsync or link leaves a complete checkpoint, or none. No
+     folder is renamed.
   2. A manifest names the attempt of each node. Folders of other attempts do not count.
   3. Retention begins after a newer manifest is durable. It removes a manifest first, and makes that
      durable, then the files. So an incomplete checkpoint never has a manifest.
@@ -133,7 +133,9 @@ class CheckpointStore:
     def write_node(
         self, lineage: str, version: Version, node: int, attempt: int, slots: Sequence[SlotSource]
     ) -> Generator[int, None, stored.StoredNode]:
-        """Writes the slots of a node; yields how many bytes were written, and returns the node.
+        """Writes the slots of a node; yields how many bytes were written.
+
+        It returns the node.
 
         Args:
             lineage: of the job.

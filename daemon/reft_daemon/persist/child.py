@@ -40,7 +40,7 @@ class Cancelled(ReftError):
     """The daemon gave the command up."""
 
 
-class CommandServer:
+class StorageServer:
     """Carries out the daemon's commands.
 
     Args:
@@ -112,7 +112,7 @@ class CommandServer:
         return {"index_digest": node.index_digest}, []
 
     def _commit(self, message: ControlMessage, descriptors: Sequence[int]) -> Answer:
-        manifest = stored.decode_manifest(_text_of(descriptors[0]))
+        manifest = stored.decode_manifest(text_of(descriptors[0]))
         self._store(message).commit(manifest, decision_of(message["decision"]))
         return {}, []
 
@@ -210,7 +210,8 @@ def _memfd(text: bytes) -> int:
     return descriptor
 
 
-def _text_of(descriptor: int) -> bytes:
+def text_of(descriptor: int) -> bytes:
+    """Returns the bytes of an answer's or a command's memfd."""
     with open(descriptor, "rb", closefd=False) as file:
         file.seek(0)
         return file.read()

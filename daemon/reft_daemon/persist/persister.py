@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +34,12 @@ from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft_daemon.child.child_process import ChildGone, ChildProcess, RunningProcess
 from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage
-from reft_daemon.persist.child import fields_of
+from reft_daemon.persist.child import fields_of, text_of, version_of
 from reft_daemon.persist.slot_copy import SlotSource
 
 STALL_S: Final = 60.0  # without progress of a command
 COMMIT_S: Final = 180.0  # LOOKUP_S for an index, and a stall
-PRUNE_S: Final = 1800.0  # large files are removed slowly
+PRUNE_S: Final = 600.0  # large files are removed slowly
 LOOK_S: Final = 0.25  # between two looks at a command's progress
 LINGER_S: Final = 2.0  # in which a killed process that does not wait for storage ends
 _FOREVER_S: Final = 1e7
@@ -46,6 +47,18 @@ _FOREVER_S: Final = 1e7
 
 class StorageFailed(AttachError):
     """Storage has refused something, or does not answer."""
+
+
+class StoredStep(NamedTuple):
+    """The newest complete checkpoint of a lineage.
+
+    Attributes:
+        version: the version.
+        time_s: when it was completed, by the storage's clock.
+    """
+
+    version: Version
+    time_s: float
 
 
 class PersistSettings(NamedTuple):
@@ -114,6 +127,26 @@ class Persister:
             StorageFailed: it is not on storage.
         """
         await self._call({"do": "decide", "job": job, "lineage": lineage, "decision": _hex(decision)}, STALL_S)
+
+    async def newest(self, job: str, lineage: str) -> StoredStep | None:
+        """Returns the checkpoint of a lineage that was completed last; None: there is none.
+
+        Raises:
+            StorageFailed: storage can't be listed.
+        """
+        answer = await self._call({"do": "list", "job": job}, STALL_S)
+        (descriptor,) = answer["descriptors"]
+        try:
+            lineages = json.loads(await asyncio.to_thread(text_of, descriptor))
+        finally:
+            os.close(descriptor)
+        steps = [
+            StoredStep(version_of(each["version"]), each["time_s"])
+            for found in lineages
+            if found["ident"] == lineage
+            for each in found["checkpoints"]
+        ]
+        return max(steps, key=lambda step: step.time_s, default=None)
 
     async def commit(self, manifest: stored.StoredManifest, decision: Decision) -> None:
         """Completes a checkpoint.

@@ -1,4 +1,4 @@
-"""Files on storage, written so that a crash at any instruction leaves a whole file or none.
+"""Files on storage: a crash at any instruction leaves a whole file or none.
 
     data         O_EXCL ─► write, fdatasync each SYNC_BYTES ─► fsync ─► close ─► fsync of the folder
     one of many  temporary name ─► fsync ─► link(2) to the name ─► unlink the temporary name

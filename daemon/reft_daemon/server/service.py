@@ -434,7 +434,7 @@ class PeerService(pb_grpc.PeerServicer):
         await authorise(self._registry, request.job, context)
         job = self._registry.get(request.job)
         job.check_epoch(request.epoch)
-        return await self._registry.persists.persist(job, request)
+        return await self._registry.persists.writer.persist(job, request)
 
     @translated
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:

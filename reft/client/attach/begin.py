@@ -29,7 +29,6 @@ from reft.console import say
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import DueSteps, FailureHistory, IntervalEstimator
 from reft.wire.daemon_launcher import DaemonRestarter
-from reft.wire.v1 import daemon_pb2 as pb
 
 
 def begin(
@@ -69,12 +68,7 @@ def begin(
         cadence=_cadence(context, plan),
         seal_deadline_s=settings.seal_deadline_s,
         schedule=context.request.schedule,
-        ask_persist=partial(
-            introduction.daemon.call,
-            "PersistJob",
-            pb.PersistJobRequest(job=introduction.job.id),
-            settings.rpc_deadline_s,
-        ),
+        ask_persist=partial(introduction.daemon.ask_persist, introduction.job.id, settings.rpc_deadline_s),
     )
     if context.rank == 0:
         for line in announcement(context, introduction, plan, result, restored_from):

@@ -76,6 +76,14 @@ class NodeDaemon:
         """
         return rpc.call(self.address, method, request, deadline_s or self.deadline_s)
 
+    def ask_persist(self, job: str, deadline_s: float) -> None:
+        """Asks for a checkpoint of the newest whole step.
+
+        Raises:
+            ReftError: the call failed, or the job is not persisted.
+        """
+        self.call("PersistJob", pb.PersistJobRequest(job=job), deadline_s)
+
 
 @dataclass(frozen=True)
 class Introduction:

@@ -98,6 +98,10 @@ class Pins:
         """Returns the newer of two values."""
         return max(self, other, key=lambda pins: (pins.seq, pins.whole))
 
+    def with_persist(self, step: int) -> Pins:
+        """Returns the coordinator's next pins if it persists `step`; -1: it persists none."""
+        return replace(self, seq=self.seq + 1, persist=step)
+
 
 def pinned_versions(pins: Pins, decision: Decision) -> frozenset[Version]:
     """Returns the versions whose slots and capsules stay beside those that may become whole.

@@ -393,11 +393,6 @@ class Round:
         pins = self.guard.next_pins(self.outcome.pins, whole)
         return self.outcome.merge(Outcome(pins, report.until, report.pending, interval=interval))
 
-    def with_persist(self, step: int) -> Outcome:
-        """Returns the coordinator's outcome if it persists `step`; -1: it persists none."""
-        pins = self.outcome.pins
-        return replace(self.outcome, pins=replace(pins, seq=pins.seq + 1, persist=step))
-
     def announce(self) -> None:
         """Announces `next_outcome`."""
         outcome = self.next_outcome()

@@ -57,7 +57,7 @@ class PersistCadence:
         return newest if newest > self.persisted and (is_due or self.requested > self.persisted) else -1
 
     def begin(self, now_s: float) -> PersistCadence:
-        """Returns the cadence after a checkpoint was begun, or none was needed when it was due."""
+        """Returns the cadence after a checkpoint was begun, or was not needed."""
         return replace(self, due_s=now_s + self.every_s)
 
     def end(self, step: int, is_complete: bool) -> PersistCadence:

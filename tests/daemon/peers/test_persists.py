@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +23,10 @@ from reft_daemon.arena.arena import Arena
 from reft_daemon.jobs import epochs, rounds
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.peers import persists
+from reft_daemon.peers import persist_run, persists
 from reft_daemon.peers.persists import PersistService
-from reft_daemon.persist.persister import PersistSettings, StorageFailed
+from reft_daemon.persist import node_writer
+from reft_daemon.persist.persister import PersistSettings, StorageFailed, StoredStep
 from tests.support.jobs import epoch_of
 from tests.support.saying import SEALED, report_of
 
@@ -45,6 +47,7 @@ class Storage:
     def __init__(self) -> None:
         self.done: list[tuple] = []
         self.failing: dict[str, str] = {}
+        self.stored: StoredStep | None = None
         self.writing = asyncio.Event()
         self.writing.set()
 
@@ -55,6 +58,9 @@ class Storage:
 
     async def decide(self, job, lineage, decision):
         self._do("decide", decision.epoch.counter)
+
+    async def newest(self, job, lineage):
+        return self.stored
 
     async def write(self, job, lineage, version, folder, slots, note):
         self._do("write", version.step, folder)
@@ -117,9 +123,9 @@ def whole(job: JobRecord, step: int) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name in ("LOOK_S", "POLL_S", "POLL_MIN_S"):
-        monkeypatch.setattr(persists, name, 0.001)
-    monkeypatch.setattr(persists, "slots_to_store", lambda job, version, ranges: ([], 7))
+    for module, name in ((persists, "LOOK_S"), (persist_run, "POLL_S"), (persist_run, "POLL_MIN_S")):
+        monkeypatch.setattr(module, name, 0.001)
+    monkeypatch.setattr(node_writer, "slots_to_store", lambda job, version, ranges: ([], 7))
 
 
 def running(
@@ -132,7 +138,7 @@ def running(
         service = PersistService(
             {"job": job}, node or Node(), PersistSettings(Path("/storage"), **settings), Failpoints()
         )
-        storage = service._persister = Storage()
+        storage = service._persister = service.writer.persister = Storage()
         looking = asyncio.ensure_future(service.run())
         try:
             await asyncio.wait_for(act(service, storage), 30)
@@ -231,10 +237,10 @@ def test_after_three_failures_the_step_is_given_up_until_the_next_interval(job):
         whole(job, 3)
         reply = await ended(service, job)
         assert reply.trouble == "step 3 is not on storage: node o: no space is left." and not reply.done
-        assert len(set(node.attempts)) == persists.ATTEMPTS and pinned(job) == -1
+        assert len(set(node.attempts)) == persist_run.ATTEMPTS and pinned(job) == -1
         assert service.status(job).trouble == reply.trouble and not storage.of("commit")
         await asyncio.sleep(0.02)
-        assert len(set(node.attempts)) == persists.ATTEMPTS, "nothing is tried again by itself"
+        assert len(set(node.attempts)) == persist_run.ATTEMPTS, "nothing is tried again by itself"
         node.replies = [DONE]
         whole(job, 4)
         assert (await ended(service, job)).done and not service.status(job).trouble
@@ -251,7 +257,7 @@ def test_after_three_failures_the_step_is_given_up_until_the_next_interval(job):
     ],
 )
 def test_a_node_that_is_silent_or_refuses_ends_the_checkpoint(job, monkeypatch, code, text):
-    monkeypatch.setattr(persists, "SILENCE_S", 0)
+    monkeypatch.setattr(persist_run, "SILENCE_S", 0)
 
     async def act(service: PersistService, storage: Storage) -> None:
         whole(job, 3)
@@ -311,8 +317,21 @@ def test_a_restarted_coordinator_goes_on_with_the_recorded_step(job):
     async def act(service: PersistService, storage: Storage) -> None:
         await reached(lambda: storage.of("commit"))
         ((step, ((_, attempt), _)),) = storage.of("commit")
-        assert step == 3 and attempt == (persists.ATTEMPTS + 1) * (before.seq + 1)
+        assert step == 3 and attempt == (persist_run.ATTEMPTS + 1) * (before.seq + 1)
         await reached(lambda: pinned(job) == -1)
+
+    running(job, act)
+
+
+def test_a_restarted_coordinator_knows_what_is_on_storage(job):
+    async def act(service: PersistService, storage: Storage) -> None:
+        storage.stored = StoredStep(Version(job.epoch, 3), time.time() - 60)
+        whole(job, 3)
+        assert rounds.pin_persist(job, 3), "it was killed between the manifest and the unpinning"
+        await reached(lambda: pinned(job) == -1)
+        status = service.status(job)
+        assert status.persisted == 3 and 60 <= status.age_s < 90
+        assert (await ended(service, job)).done and not storage.of("write")
 
     running(job, act)
 
@@ -388,19 +407,19 @@ def test_a_repeated_call_begins_once_and_a_late_one_changes_nothing(job):
             lineage=LINEAGE, attempt=8,
         )  # fmt: skip
         for _ in range(3):
-            assert not (await service.persist(job, request)).index_digest
+            assert not (await service.writer.persist(job, request)).index_digest
             await reached(lambda: storage.of("write"))
         late = pb.PersistRequest()
         late.CopyFrom(request)
         late.attempt = 7
-        assert "attempt 8 is under way" in (await service.persist(job, late)).error
+        assert "attempt 8 is under way" in (await service.writer.persist(job, late)).error
         storage.writing.set()
-        while not (reply := await service.persist(job, request)).index_digest:  # noqa: ASYNC110
+        while not (reply := await service.writer.persist(job, request)).index_digest:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert (reply.written_bytes, reply.total_bytes) == (7, 7)
         assert storage.of("write") == [(3, (0, 8))]
         request.attempt = 9
-        await service.persist(job, request)
+        await service.writer.persist(job, request)
         await reached(lambda: len(storage.of("write")) == 2)
 
     running(job, act)
@@ -409,7 +428,7 @@ def test_a_repeated_call_begins_once_and_a_late_one_changes_nothing(job):
 def test_a_daemon_without_storage_refuses(job):
     service = PersistService({"job": job}, SimpleNamespace(), None, Failpoints())
     with pytest.raises(ConfigError, match="can't persist job job"):
-        asyncio.run(service.persist(job, pb.PersistRequest(lineage=LINEAGE)))
+        asyncio.run(service.writer.persist(job, pb.PersistRequest(lineage=LINEAGE)))
     with pytest.raises(ConfigError, match="writes no checkpoints"):
         asyncio.run(service.request(job, pb.PersistJobRequest(job="job")))
     assert service.status(job) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +80,7 @@ def test_the_end_of_a_process_is_not_waited_for(tmp_path):
     async def act(each: Persister) -> None:
         await each.decide("job", LINEAGE, DECISION)
         process, wait = each.child.running.process, each.child.running.process.wait
-        process.wait = lambda: time.sleep(3600)
+        process.wait = threading.Event().wait  # for ever
         each.close()
         assert wait(30) == -signal.SIGKILL
 
