@@ -6,21 +6,23 @@
                       └► more: a person must choose
 
 Invariants
-  1. Decisions are ordered by what they know of one another, never by counter or clock. Two
-     decisions that do not know each other are two histories, if a checkpoint was written under
-     both.
+  1. Decisions are ordered by what they know of one another, never by counter or clock, by the rule
+     of `reft.core.recovery.lineage`. Two decisions that do not know each other are two histories,
+     if a checkpoint was written under both.
   2. The newest history wins, not the greatest step: a job that went back to step 500 on purpose is
      not taken to step 900 of the history that it left.
-  3. Storage that was not listed is not empty: this file is never asked then, and attach stops.
+  3. A checkpoint counts if the history went through it, however many attaches ago.
+  4. Storage that was not listed is not empty: this file is never asked then, and attach stops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from reft.core.commit.decision import Decision, counts
-from reft.core.commit.version import Version
+from reft.core.commit.version import Epoch, Version
+from reft.core.recovery.lineage import histories
 from reft.errors import AttachError
 
 
@@ -41,17 +43,12 @@ class StoredLineage:
     has_ended: bool = False
 
     def histories(self) -> list[Decision]:
-        """Returns the decisions that no other one supersedes, and under which a version counts.
+        """Returns the decision in force; several if the job went on in more than one history."""
+        remembered = {str(number): each for number, each in enumerate(self.decisions)}
+        return histories(remembered, {}, {version.epoch for version in self.checkpoints})
 
-        A decision whose versions none counts, nor any of its base, carried nothing to storage. It
-        matters only if it is the only one.
-        """
-        newest = [each for each in self.decisions if not any(other.supersedes(each.epoch) for other in self.decisions)]
-        written = [each for each in newest if any(counts(version, each) for version in self.checkpoints)]
-        return written or newest[-1:]
-
-    def restorable(self) -> list[Version]:
-        """Returns the checkpoints of the newest history, the newest one first.
+    def history(self) -> Decision | None:
+        """Returns the decision in force; None if storage has no decision.
 
         Raises:
             AttachError: there are two histories.
@@ -66,8 +63,45 @@ class StoredLineage:
                 f"{names}.",
                 "move the decisions and checkpoints of the history to give up elsewhere",
             )
-        decision = histories[0] if histories else None
-        return sorted((each for each in self.checkpoints if counts(each, decision)), key=_order, reverse=True)
+        return histories[0] if histories else None
+
+    def restorable(self) -> list[Version]:
+        """Returns the checkpoints of the newest history, the newest one first.
+
+        Raises:
+            AttachError: there are two histories.
+        """
+        decision, decisions = self.history(), {each.epoch: each for each in self.decisions}
+        kept = [each for each in self.checkpoints if decision is None or leads_to(each, decision, decisions)]
+        return sorted(kept, key=_order, reverse=True)
+
+    def back_to(self, version: Version) -> Decision:
+        """Returns the decision under which memory counts too, if the job goes back to `version`.
+
+        It is the decision in force. If that one was made later than `version`, then it is as if it
+        had gone back to `version`: no newer version of an ended epoch counts.
+        """
+        decision = self.history() or Decision(version.epoch, None)
+        return decision if version.epoch == decision.epoch else replace(decision, base=version, guard=None)
+
+
+def leads_to(version: Version, decision: Decision, decisions: Mapping[Epoch, Decision]) -> bool:
+    """Whether a history went through a version.
+
+    Args:
+        version: the version.
+        decision: the history's newest decision.
+        decisions: epoch → its decision, of all earlier attaches that are known.
+    """
+    if counts(version, decision):
+        return True
+    while decision.base is not None and decision.base.epoch.counter < decision.epoch.counter:
+        if decision.base.epoch == version.epoch or decision.base.epoch not in decisions:
+            return False
+        decision = decisions[decision.base.epoch]
+        if counts(version, decision):
+            return True
+    return False
 
 
 def lineage_of(job: str, lineages: Sequence[StoredLineage], known: str = "", asked: str = "") -> StoredLineage | None:
@@ -114,6 +148,27 @@ def newer_than_memory(decision: Decision | None, lineage: StoredLineage) -> bool
     if decision is None:
         return True
     return any(each.supersedes(decision.epoch) for each in lineage.decisions)
+
+
+def refuse_rival(job: str, decision: Decision | None, lineage: StoredLineage) -> None:
+    """Raises AttachError if memory and storage went on from each other's past, and neither knew.
+
+    Args:
+        job: name of the job.
+        decision: the decision in force in the daemons' memory; None: they know none.
+        lineage: the same job on storage.
+    """
+    stored = lineage.history()
+    if decision is None or stored is None or stored.epoch == decision.epoch:
+        return
+    is_written = any(each.epoch == stored.epoch for each in lineage.checkpoints)
+    if is_written and not (decision.supersedes(stored.epoch) or stored.supersedes(decision.epoch)):
+        raise AttachError(
+            f"job {job} went on more than once, and neither continuation knew of the other: epoch "
+            f"{decision.epoch.counter} in memory, and epoch {stored.epoch.counter} on storage, lineage {lineage.ident}, "
+            f"up to {_newest(lineage.checkpoints, stored)}.",
+            f"reft-cli purge {job} to give up memory; or move that lineage elsewhere to give up storage",
+        )
 
 
 def unknown_decisions(stored: Iterable[Decision], own: Decision) -> list[Decision]:

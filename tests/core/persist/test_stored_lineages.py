@@ -2,9 +2,15 @@
 
 import pytest
 
-from reft.core.commit.decision import Decision
+from reft.core.commit.decision import Decision, counts
 from reft.core.commit.version import Epoch, Version
-from reft.core.persist.stored_lineages import StoredLineage, lineage_of, newer_than_memory, unknown_decisions
+from reft.core.persist.stored_lineages import (
+    StoredLineage,
+    lineage_of,
+    newer_than_memory,
+    refuse_rival,
+    unknown_decisions,
+)
 from reft.errors import AttachError
 
 ONE, TWO, OTHER = Epoch(1, bytes(16)), Epoch(2, bytes([1]) * 16), Epoch(2, bytes([2]) * 16)
@@ -26,7 +32,7 @@ def test_history_that_went_back_beats_greater_steps() -> None:
 def test_two_histories_are_refused_by_name() -> None:
     left, right = Decision(TWO, Version(ONE, 5), (ONE,)), Decision(OTHER, Version(ONE, 5), (ONE,))
     lineage = StoredLineage("a" * 16, (FIRST, left, right), (Version(ONE, 5), Version(TWO, 9), Version(OTHER, 7)))
-    with pytest.raises(AttachError, match=r"step 9 .*step 7"):
+    with pytest.raises(AttachError, match=r"step 7 .*step 9"):
         lineage.restorable()
 
 
@@ -38,6 +44,46 @@ def test_decision_without_any_checkpoint_does_not_hide_older_ones() -> None:
 
 def test_without_decisions_all_checkpoints_count() -> None:
     assert StoredLineage("a" * 16, (), (Version(ONE, 5),)).restorable() == [Version(ONE, 5)]
+
+
+def test_checkpoint_of_some_attaches_ago_counts() -> None:
+    """Failures may come more often than checkpoints."""
+    three, four = Epoch(3, bytes([3]) * 16), Epoch(4, bytes([4]) * 16)
+    chain = (
+        FIRST,
+        Decision(TWO, Version(ONE, 40), (ONE,)),
+        Decision(three, Version(TWO, 50), (TWO, ONE)),
+        Decision(four, Version(three, 60), (three, TWO, ONE)),
+    )
+    lineage = StoredLineage("a" * 16, chain, (Version(ONE, 30), Version(ONE, 45), Version(TWO, 48), Version(TWO, 55)))
+    assert lineage.restorable() == [Version(TWO, 48), Version(ONE, 30)]
+
+
+def test_refused_attach_does_not_make_two_histories() -> None:
+    """Its decision stays on storage, and the next attach may not have seen it."""
+    refused, then = Decision(TWO, Version(ONE, 5), (ONE,)), Decision(OTHER, Version(ONE, 5), (ONE,))
+    lineage = StoredLineage("a" * 16, (FIRST, refused, then), (Version(ONE, 5), Version(OTHER, 7)))
+    assert lineage.history() == then
+
+
+def test_going_back_ends_later_versions_in_memory() -> None:
+    second = Decision(TWO, Version(ONE, 40), (ONE,), guard=Version(ONE, 39))
+    lineage = StoredLineage("a" * 16, (FIRST, second), (Version(ONE, 20), Version(TWO, 60)))
+    assert lineage.back_to(Version(TWO, 60)) == second
+    back = lineage.back_to(Version(ONE, 20))
+    assert back == Decision(TWO, Version(ONE, 20), (ONE,))
+    assert counts(Version(ONE, 20), back) and not counts(Version(ONE, 30), back)
+
+
+def test_memory_and_storage_that_went_apart_are_refused() -> None:
+    left, right = Decision(TWO, Version(ONE, 5), (ONE,)), Decision(OTHER, Version(ONE, 5), (ONE,))
+    apart = StoredLineage("a" * 16, (FIRST, right), (Version(ONE, 5), Version(OTHER, 7)))
+    with pytest.raises(AttachError, match=r"epoch 2 in memory, and epoch 2 on storage, lineage a{16}, up to step 7"):
+        refuse_rival("run", left, apart)
+    refuse_rival("run", None, apart)
+    refuse_rival("run", FIRST, apart)
+    refuse_rival("run", right, apart)
+    refuse_rival("run", left, StoredLineage("a" * 16, (FIRST, right), (Version(ONE, 5),)))
 
 
 def test_only_lineage_goes_on() -> None:
