@@ -35,6 +35,7 @@ from reft_daemon.jobs.changes import (
     JobChange,
 )
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import refuse_living
 from reft_daemon.jobs.scrub import ScrubCounts
 from reft_daemon.membership.heartbeats import HeartbeatService
 from reft_daemon.mover.mover import Mover, MoverSettings
@@ -187,11 +188,22 @@ class Registry:
                 "choose another name, or free the old job with reft-cli purge",
             )
         epochs.decide(job, request, placement)
+        if opened := self.persists.reader.take(name):
+            job.slots.close_stored()
+            job.slots.stored.update(opened)
         if name in self._replicators:
             self._replicators.pop(name).close()
         self._start_replicator(job)
         self.turns.release(name)
         self.heartbeat_service.monitors.note_decision(job)
+
+    async def open_stored(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:
+        """Opens files of a checkpoint for the next attach of a job; see `StoredReader.open`."""
+        check_name(request.job)
+        if request.job in self.jobs:
+            refuse_living(request.job, self.jobs[request.job].leases)
+            self.jobs[request.job].slots.close_stored()
+        return await self.persists.reader.open(request)
 
     async def secure(self, request: pb.SecureRequest) -> None:
         """Sends the capsules of the decision's base and guard to this node's holders.
@@ -349,6 +361,7 @@ class Registry:
                     nbytes = self._free(job, f"its time to live of {ttl_s:.0f} s was over")
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, format_bytes(nbytes))
             self._notice_removed_files()
+            self.persists.reader.expire(now)
             self.arena.reserve.refill()
             self._agents = {agent for agent in self._agents if not _has_ended(agent)}
             if self.jobs or self._agents or not self.heartbeat_service.is_idle:

@@ -65,18 +65,42 @@ def _held_parity_from(node: str, header: pb.SlotHeader) -> HeldParity:
 
 
 @dataclass(frozen=True)
+class StoredHistory:
+    """What storage remembers of a job, and the checkpoint that daemons have opened of it.
+
+    Attributes:
+        decisions: of all attaches.
+        chosen: the decision in force, if storage has a newer history or checkpoint than memory.
+        version: the version of the opened checkpoint; None: none is open.
+        manifest: the manifest that this version was written under; without a version, the newest
+            one in memory, or None.
+        age_s: since that checkpoint was complete.
+        reason: a sentence: why memory was not used.
+    """
+
+    decisions: tuple[Decision, ...]
+    chosen: Decision | None = None
+    version: Version | None = None
+    manifest: pb.Manifest | None = None
+    age_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class JobSurvey:
     """The reply of each node that answered, and the inventory that the replies form.
 
     Attributes:
         replies: node id → the reply of its daemon.
         silent, emptied, before: see `Inventory`.
+        storage: what storage holds of the job; None: it was not asked, or has nothing.
     """
 
     replies: Mapping[str, pb.InventoryReply]
     silent: tuple[str, ...] = ()
     emptied: tuple[str, ...] = ()
     before: JobSurvey | None = None
+    storage: StoredHistory | None = None
 
     @cached_property
     def inventory(self) -> Inventory:
@@ -87,6 +111,8 @@ class JobSurvey:
             self.silent,
             self.emptied,
             self.before.inventory if self.before else None,
+            self.storage.decisions if self.storage else (),
+            self.storage.chosen if self.storage else None,
         )
 
     @cached_property
@@ -96,12 +122,15 @@ class JobSurvey:
         for reply in self.replies.values():
             # a survey leaves out manifests that another reply has
             manifests = {**messages.manifests_from(reply), **manifests}
+        if self.storage is not None and self.storage.manifest is not None and self.storage.version is not None:
+            manifests.setdefault(self.storage.version.epoch, self.storage.manifest)
         return manifests
 
     @property
     def manifest(self) -> pb.Manifest | None:
-        """Returns the newest manifest; None if no node has it."""
-        return self.manifests.get(self.decision.epoch) if self.decision else None
+        """Returns the newest manifest; None if no node and no opened checkpoint has it."""
+        known = self.manifests.get(self.decision.epoch) if self.decision else None
+        return self.storage.manifest if known is None and self.storage is not None else known
 
     @property
     def decision(self) -> Decision | None:

@@ -115,8 +115,9 @@ def manifests_from(
 def held_slot_from(node_id: str, header: pb.SlotHeader) -> HeldSlot:
     version = version_from(header.version) if header.HasField("version") else None
     return HeldSlot(
-        node_id, header.rank, header.slot, SlotState(header.state), version, header.layout, header.data_bytes
-    )
+        node_id, header.rank, header.slot, SlotState(header.state), version, header.layout, header.data_bytes,
+        header.stored,
+    )  # fmt: skip
 
 
 def held_capsule_from(node_id: str, header: pb.CapsuleHeader) -> HeldCapsule:

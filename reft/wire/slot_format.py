@@ -34,6 +34,7 @@ capsule says so itself, so slots of format 2 are read too.
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from collections import deque
@@ -257,6 +258,27 @@ class SlotMap:
             _store_header(slot, Header(geometry, job, rank, seq=seq))
         return cls(slot, file)
 
+    @classmethod
+    def of_head(cls, head: bytes | Bytes, file: int) -> SlotMap:
+        """Returns a slot whose data stay in its file: no page of the file is mapped.
+
+        So a file that is cut, or storage that fails, gives an error and no signal.
+
+        Args:
+            head: all bytes before the data, see `read_head`.
+            file: descriptor of the slot's file, which its owner keeps open.
+
+        Raises:
+            FormatError: the bytes are no slot.
+        """
+        head = np.frombuffer(head, np.uint8)
+        geometry = best_header(head).geometry
+        # Pages that nobody touches take no memory.
+        memory = mmap.mmap(-1, geometry.file_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        slot = np.frombuffer(memory, np.uint8)
+        slot[: geometry.data_offset] = head[: geometry.data_offset]
+        return cls(slot, file)
+
     def reread(self) -> Header:
         """Returns the header as it is now; another process may have written it."""
         self.header = newest_header(self._slot)
@@ -420,6 +442,38 @@ class SlotMap:
     def _write_header(self, **changes: object) -> None:
         self.header = replace(self.header, seq=self.header.seq + 1, **changes)  # type: ignore[arg-type]
         _store_header(self._slot, self.header)
+
+
+def read_head(file: int) -> tuple[bytes, Header]:
+    """Returns all bytes of a slot's file before the data, and the header that counts.
+
+    Raises:
+        FormatError: the file is no slot, or is cut.
+        OSError: the file can't be read.
+    """
+    pages = np.empty(2 * PAGE, np.uint8)
+    read_file(file, 0, pages)
+    offset, nbytes = best_header(pages).geometry.data_offset, os.fstat(file).st_size
+    if offset > nbytes:
+        raise FormatError(f"the file ends after {nbytes} bytes.")
+    head = np.empty(offset, np.uint8)
+    read_file(file, 0, head)
+    return head.tobytes(), best_header(head)
+
+
+def read_file(file: int, offset: int, into: Bytes) -> None:
+    """Fills `into` from a file.
+
+    Raises:
+        FormatError: the file ends too early.
+        OSError: the file can't be read.
+    """
+    view, read = into.data, 0
+    while read < len(view):
+        count = os.preadv(file, [view[read:]], offset + read)
+        if not count:
+            raise FormatError(f"the file ends after {offset + read} bytes.")
+        read += count
 
 
 def chunk_digest(chunk: Bytes) -> int:

@@ -52,11 +52,11 @@ LAYERS = {
         ),
     ),
     "reft.core": (
-        *("status", "recovery", "persist", "commit", "coding", "membership", "pipeline", "layout"),
+        *("status", "persist", "recovery", "commit", "coding", "membership", "pipeline", "layout"),
         *("budget", "text"),
     ),
     "reft.wire": (
-        *("rebuild_request", "inventory", "manifest", "daemon_launcher", "local_socket", "rpc"),
+        *("rebuild_request", "stored_format", "inventory", "manifest", "daemon_launcher", "local_socket", "rpc"),
         *(
             "messages",
             "timeline_socket",

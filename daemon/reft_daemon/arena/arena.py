@@ -54,6 +54,7 @@ log = logging.getLogger("reft.daemon")
 PINS_DIGEST_BYTES = 8  # before the pins in their file
 RECORD_MAX = 2 * (2 * MANIFEST_MAX + (1 << 20))  # bytes: a record and the one before, each with two manifests
 RANK, PARITY, RECORD = "rank", "parity", "record"  # kinds of slots: how their names begin
+STORED = "stored"  # a file of a checkpoint, which does not lie in the arena
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
 WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
 _OWN_FILES = ("lock", "node-id", "port")  # files beside the folders of the jobs
@@ -93,6 +94,11 @@ class SlotFile:
         return self.name.startswith(f"{RECORD}-")
 
     @property
+    def is_stored(self) -> bool:
+        """Whether the slot is a file on storage. Then nothing writes it."""
+        return self.name.startswith(f"{STORED}-")
+
+    @property
     def backing(self) -> str:
         """Where the slot's bytes lie: TMPFS, MEMFD or UNLINKED.
 
@@ -111,6 +117,10 @@ class SlotFile:
             raise FormatError(f"slot {self.name} was freed.")
         if os.fstat(self.descriptor).st_size < self.file_bytes:
             raise FormatError(f"slot {self.name} was cut to {os.fstat(self.descriptor).st_size} bytes.")
+
+    async def pread(self, size: int, offset: int) -> bytes:
+        """Reads bytes of the slot's file."""
+        return os.pread(self.descriptor, size, offset)
 
     def digests(self) -> np.ndarray:
         """Computes the digests of all chunks from the slot's bytes; uint64 [chunks]."""

@@ -50,6 +50,7 @@ def header_messages(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
             layout=header.layout,
             data_bytes=header.data_bytes,
             parity=slot.is_parity,
+            stored=slot.is_stored,
         )
         if header.version:
             message.version.CopyFrom(messages.version_to(header.version))

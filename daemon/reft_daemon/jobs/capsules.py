@@ -59,5 +59,6 @@ def note_kept(job: JobRecord, holder: int, epoch: Epoch, records: Iterable[pb.Ca
 
 
 def capsule(job: JobRecord, rank: int, version: Version) -> pb.CapsuleRecord | None:
-    """Returns a rank's record, from the rank's own slot or from the store."""
-    return job.capsule_replication.record(job.slots.all.values(), rank, version)
+    """Returns a rank's record, from the rank's own slot, a checkpoint or the store."""
+    slots = [*job.slots.all.values(), *job.slots.stored.values()]
+    return job.capsule_replication.record(slots, rank, version)

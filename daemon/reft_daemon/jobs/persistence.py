@@ -43,6 +43,7 @@ def free(job: JobRecord) -> int:
             lease.watch.close()
     for slot in job.slots.files.values():
         job.arena.free(slot)
+    job.slots.close_stored()
     job.capsule_replication.store.free()
     job.slots.clear()
     job.arena.forget(job.id)

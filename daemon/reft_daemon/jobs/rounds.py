@@ -194,8 +194,9 @@ def publish(job: JobRecord) -> None:
     if has_recorded(job, job.round.next_outcome().pins, job.round.outcome.pins):
         job.round.announce()
     outcome = job.round.outcome
-    if job.slots.retired and outcome.whole >= 0:
+    if outcome.whole >= 0:
         free_retired(job, Version(job.epoch, outcome.whole))
+        job.slots.close_stored()
     settle_capsules(job, outcome)
     job.degraded.note_whole(outcome.whole)
     if outcome.whole >= 0 and (not job.record.had_whole or job.record.HasField("before")):

@@ -6,7 +6,6 @@ The readers are ranks and daemons of other nodes, and this daemon.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 
 import grpc
@@ -43,7 +42,7 @@ async def read(job: JobRecord | None, request: pb.ReadRequest) -> AsyncIterator[
         FormatError: the slot was cut, can't be read, or has a damaged header; or, in a checked
             read, a damaged chunk.
     """
-    slot = job.slots.readable.get(request.slot) if job else None
+    slot = {**job.slots.readable, **job.slots.stored}.get(request.slot) if job else None
     if slot is None:
         raise UnreadableSlot(grpc.StatusCode.NOT_FOUND, f"no slot {request.slot!r} of job {request.job!r} here")
     header = slot.map.reread()
@@ -54,8 +53,8 @@ async def read(job: JobRecord | None, request: pb.ReadRequest) -> AsyncIterator[
         await asyncio.to_thread(_check_digests, slot, request.offset, end)
     for at in range(request.offset, end, READ_CHUNK):
         try:
-            data = os.pread(slot.descriptor, min(READ_CHUNK, end - at), at)
-        except OSError as error:  # the hardware has lost a page of this memory
+            data = await slot.pread(min(READ_CHUNK, end - at), at)
+        except OSError as error:  # the hardware has lost a page of this memory, or storage fails
             raise FormatError(f"byte {at} of slot {slot.name} can't be read: {error}.") from error
         yield data
 

@@ -5,6 +5,7 @@ lease ─► current ── a larger layout, or the rank moves ──► retired
 rebuild ─► drafts ── sealed ──► current, or retired
 lease, turn ─► parity ── other lanes, and no version that must stay ──► freed
 lease ─► records ── another size, or the rank records no more ──► freed
+storage ─► stored ── a whole step of the new epoch ──► closed
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class JobSlots:
         drafts: those that a rebuild is making; no rank may use them yet.
         parity: those for parity of the exchange; no trainer uses them.
         records: those for gradient records of this node's ranks.
+        stored: files of a checkpoint, open for a restore; read-only, and not in the arena.
     """
 
     current: dict[str, SlotFile] = field(default_factory=dict)
@@ -37,6 +39,7 @@ class JobSlots:
     drafts: dict[str, SlotFile] = field(default_factory=dict)
     parity: dict[str, SlotFile] = field(default_factory=dict)
     records: dict[str, SlotFile] = field(default_factory=dict)
+    stored: dict[str, SlotFile] = field(default_factory=dict)
 
     @property
     def all(self) -> dict[str, SlotFile]:
@@ -80,6 +83,12 @@ class JobSlots:
         for slot in slots:
             kind = self.parity if slot.is_parity else self.records if slot.is_record else self.current
             kind[slot.name] = slot
+
+    def close_stored(self) -> None:
+        """Closes the files of a checkpoint."""
+        for slot in self.stored.values():
+            slot.free()
+        self.stored = {}
 
     def clear(self) -> None:
         """Forgets all slots: they were freed."""

@@ -48,6 +48,7 @@ from reft_daemon.peers.persist_run import ATTEMPTS, CALL_S, PersistRun
 from reft_daemon.peers.round_replicator import PeerChannels, reason_of
 from reft_daemon.persist.node_writer import NodeWriter
 from reft_daemon.persist.persister import Persister, PersistSettings, StorageFailed, StoredStep
+from reft_daemon.persist.stored_reader import StoredReader
 
 log = logging.getLogger("reft.daemon")
 LOOK_S: Final = 0.2  # between two looks at what is due
@@ -113,6 +114,9 @@ class PersistService:
         peers: channels to other daemons.
         settings: how checkpoints are written; None: this daemon writes none.
         failpoints: let tests end this daemon before a commit.
+
+    Attributes:
+        reader: the way back, from checkpoints to slots.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class PersistService:
         self._peers = peers
         self._failpoints = failpoints
         self._persister = Persister(settings.root) if settings else None
+        self.reader = StoredReader(self._persister)
         self._states: dict[str, JobState] = {}
         self.writer = NodeWriter(self._persister)
         self._flushed: dict[str, Epoch] = {}  # job → the epoch whose end was flushed
@@ -244,6 +249,7 @@ class PersistService:
             state.stop()  # the pins stay: the next daemon goes on
         for task in self._tasks:
             task.cancel()
+        self.reader.close()
         if self._persister is not None:
             self._persister.close()
         if self._tasks:

@@ -71,10 +71,14 @@ class StorageServer:
         try:
             fields, passed = act(message, descriptors)
         except (ReftError, OSError) as error:
-            fields = {"error": error.message if isinstance(error, ReftError) else str(error)}
+            fields = {
+                "error": error.message if isinstance(error, ReftError) else str(error),
+                "damaged": isinstance(error, FormatError),
+                "errno": error.errno if isinstance(error, OSError) else 0,
+            }
         except Exception as error:  # a bug that one command meets must not end the others
             log.exception("command %d has failed", message["id"])
-            fields = {"error": str(error) or type(error).__name__}
+            fields = {"error": str(error) or type(error).__name__, "damaged": False, "errno": 0}
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -152,17 +156,20 @@ class StorageServer:
         ]
 
     def _open(self, message: ControlMessage, _: Sequence[int]) -> Answer:
-        """Answers with the descriptors of the files of some ranks."""
+        """Answers with the descriptors of the files of some ranks, each followed by its head."""
         store = self._store(message)
         files = store.indexes(self._listed(message))
         opened: list[int] = []
         try:
             for rank in message["ranks"]:
+                if rank not in files:
+                    raise FormatError(f"the checkpoint has no file of rank {rank}.")
                 descriptor = store.open(*files[rank])
                 opened.append(descriptor)
                 head, _header = read_head(descriptor)
                 if stored.head_digest(head) != files[rank][1].head_digest:
                     raise FormatError(f"the head of rank {rank}'s file does not fit its digest.")
+                opened.append(_memfd(head))
         except BaseException:
             for descriptor in opened:
                 os.close(descriptor)

@@ -197,6 +197,20 @@ class Persister:
         Raises:
             StorageFailed: the answer is an error, or there is none.
         """
+        answer = await self.ask(message, patience_s, descriptors, note)
+        if "error" in answer:
+            raise StorageFailed(answer["error"])
+        return answer
+
+    async def ask(
+        self, message: Mapping[str, Any], patience_s: float, descriptors: Sequence[int] = (),
+        note: Callable[[int], None] | None = None,
+    ) -> ControlMessage:  # fmt: skip
+        """Returns the answer to a command, perhaps an error.
+
+        Raises:
+            StorageFailed: there is no answer.
+        """
         try:
             running, number = await self._ensure(), self.child.next_number()
             call = asyncio.ensure_future(self.child.call(running, message, _FOREVER_S, number, descriptors))
@@ -206,12 +220,9 @@ class Persister:
                 call.cancel()
                 await asyncio.wait({call})
                 raise
-            answer = call.result()
+            return call.result()
         except ChildGone as error:
             raise StorageFailed(error.message, "look at this daemon's log") from error
-        if "error" in answer:
-            raise StorageFailed(answer["error"])
-        return answer
 
     async def _ensure(self) -> RunningProcess:
         end_s = time.monotonic() + LINGER_S

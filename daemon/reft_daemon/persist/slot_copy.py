@@ -23,7 +23,7 @@ import numpy as np
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.errors import FormatError
-from reft.wire.slot_format import PAGE, Header, best_header, chunk_digest
+from reft.wire.slot_format import Header, chunk_digest, read_file, read_head
 from reft.wire.stored_format import StoredFile, head_digest
 from reft_daemon.persist.storage_folder import StorageFile
 
@@ -85,7 +85,7 @@ def copy_slot(
         for number, (first, end) in enumerate(_blocks(header, slot.ranges, blocks[0].nbytes // geometry.chunk_bytes)):
             begin = first * geometry.chunk_bytes
             block = blocks[number % 2][: min(end * geometry.chunk_bytes, header.data_bytes) - begin]
-            _read(descriptor, geometry.data_offset + begin, block)
+            read_file(descriptor, geometry.data_offset + begin, block)
             for index in range(first, end):
                 at = (index - first) * geometry.chunk_bytes
                 if chunk_digest(block[at : at + geometry.chunk_bytes]) != int(digests[index]):
@@ -99,21 +99,6 @@ def copy_slot(
             pending.result()
     file.complete(geometry.file_bytes)
     return StoredFile(rank, geometry.file_bytes, head_digest(head))
-
-
-def read_head(file: int) -> tuple[bytes, Header]:
-    """Returns all bytes before the data, and the header that counts.
-
-    Raises:
-        FormatError: the file is no slot, or is cut.
-        OSError: the file can't be read.
-    """
-    pages = np.empty(2 * PAGE, np.uint8)
-    _read(file, 0, pages)
-    geometry = best_header(pages).geometry
-    head = np.empty(geometry.data_offset, np.uint8)
-    _read(file, 0, head)
-    return head.tobytes(), best_header(head)
 
 
 def verify_file(file: int, stored: StoredFile, ranges: Sequence[SlotRange]) -> Iterator[int]:
@@ -136,7 +121,7 @@ def verify_file(file: int, stored: StoredFile, ranges: Sequence[SlotRange]) -> I
     for first, end in _blocks(header, ranges, 1):
         for index in range(first, end):
             chunk = buffer[: min(geometry.chunk_bytes, header.data_bytes - index * geometry.chunk_bytes)]
-            _read(file, geometry.data_offset + index * geometry.chunk_bytes, chunk)
+            read_file(file, geometry.data_offset + index * geometry.chunk_bytes, chunk)
             if chunk_digest(chunk) != int(digests[index]):
                 raise FormatError(f"chunk {index} of rank {stored.rank}'s file has a wrong digest.")
             yield chunk.nbytes
@@ -158,18 +143,3 @@ def _blocks(header: Header, ranges: Sequence[SlotRange], chunks_max: int) -> Ite
             yield first, min(first + chunks_max, end)
             first = min(first + chunks_max, end)
         done = max(done, end)
-
-
-def _read(file: int, offset: int, into: np.ndarray) -> None:
-    """Fills `into` from a file.
-
-    Raises:
-        FormatError: the file ends too early.
-        OSError: the file can't be read.
-    """
-    view, read = into.data, 0
-    while read < len(view):
-        count = os.preadv(file, [view[read:]], offset + read)
-        if not count:
-            raise FormatError(f"the file ends after {offset + read} bytes.")
-        read += count

@@ -278,7 +278,7 @@ class _Connection:
             return self._take_back(job, request)
         # A lease says that this trainer is the rank's trainer now. With a lease, the trainer may
         # also read the slots of its job's other ranks on this node; else only its own rank's.
-        slots = job.slots.files
+        slots = {**job.slots.files, **job.slots.stored}
         ranks = {slot.rank for slot in slots.values()} if request.rank in job.leases else {request.rank}
         unknown = [name for name in request.slots if name not in slots or slots[name].rank not in ranks]
         if unknown or not 0 < len(request.slots) <= DESCRIPTORS_MAX:

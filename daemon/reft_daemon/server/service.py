@@ -22,7 +22,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
-from reft_daemon.arena.headers import header_of, sealed_versions
+from reft_daemon.arena.headers import header_messages, header_of, sealed_versions
 from reft_daemon.jobs import capsules, rounds, slot_reads, trainers
 from reft_daemon.jobs.inventory import fill_inventory
 from reft_daemon.jobs.job_record import JobRecord
@@ -109,6 +109,12 @@ async def authorise(registry: Registry, name: str, context: Context) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the job's token")
 
 
+async def _refuse_remote(context: Context) -> None:
+    """Admits only callers on the unix socket: storage has all jobs of this user."""
+    if not _is_local(context):
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "storage is read only for callers on the unix socket")
+
+
 async def authorise_agents(registry: Registry, name: str, context: Context) -> None:
     """Admits callers on the unix socket, and over TCP callers with the agents' token.
 
@@ -157,6 +163,9 @@ class DaemonService(pb_grpc.DaemonServicer):
         ]
         reply = pb.InventoryReply(others=others, node=self._identity.node, node_id=self._registry.arena.node_id)
         reply.known.extend(self._registry.known_steps(request.job, self._identity.node))
+        reply.slots.extend(
+            header_messages(request.job, self._registry.persists.reader.opened.get(request.job, {}).values())
+        )
         job = self._registry.jobs.get(request.job)
         if job is None:
             return reply
@@ -219,6 +228,16 @@ class DaemonService(pb_grpc.DaemonServicer):
         return pb.SurveyedNode(node=node, reply=reply)  # type: ignore[arg-type]
 
     @translated
+    async def Stored(self, request: pb.StoredRequest, context: Context) -> pb.StoredReply:
+        await _refuse_remote(context)
+        return await self._registry.persists.reader.stored(request)
+
+    @translated
+    async def OpenStored(self, request: pb.OpenStoredRequest, context: Context) -> pb.OpenStoredReply:
+        await _refuse_remote(context)
+        return await self._registry.open_stored(request)
+
+    @translated
     async def FetchCapsule(self, request: pb.CapsuleRequest, context: Context) -> pb.CapsuleRecord:
         await authorise(self._registry, request.job, context)
         if request.HasField("node"):
@@ -228,6 +247,8 @@ class DaemonService(pb_grpc.DaemonServicer):
                     node, token, pb_grpc.DaemonStub, "FetchCapsule", passed, context.time_remaining()
                 )
         version = messages.version_from(request.version)
+        if record := self._registry.persists.reader.capsule(request.job, request.rank, version):
+            return record
         record = capsules.capsule(self._registry.get(request.job), request.rank, version)
         if record is None:
             message = f"no capsule of rank {request.rank}, {version}, of job {request.job} here"

@@ -67,6 +67,8 @@ class HeldSlot:
         version: the version in the slot; None: none.
         layout: digest of the leaf table.
         data_bytes: size of the slot's data.
+        is_stored: whether the slot is a file of a checkpoint, which the daemon has open. Like any
+            slot it can be read, but it is never written.
     """
 
     node: str
@@ -76,6 +78,7 @@ class HeldSlot:
     version: Version | None
     layout: bytes = b""
     data_bytes: int = 0
+    is_stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -383,12 +386,17 @@ class _Evidence:
         for slot in slots:
             if slot.state is SlotState.SEALED and not self._is_erased(slot):
                 other = by_rank.setdefault(slot.rank, slot)
-                if other is not slot and (slot.node, slot.slot) < (other.node, other.slot):
+                if other is not slot and _preference(slot) < _preference(other):
                     by_rank[slot.rank] = slot
         return by_rank
 
     def _is_erased(self, each: HeldSlot | HeldCapsule) -> bool:
         return bool(self.erased) and (each.node, each.slot) in self.erased
+
+
+def _preference(slot: HeldSlot) -> tuple[object, ...]:
+    """Orders equal slots: memory first."""
+    return slot.is_stored, slot.node, slot.slot
 
 
 def _by_version(

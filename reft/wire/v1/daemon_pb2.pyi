@@ -247,7 +247,7 @@ class InventoryRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., end_orphans: bool = ..., known: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SlotHeader(_message.Message):
-    __slots__ = ("rank", "slot", "state", "version", "layout", "age_s", "data_bytes", "parity")
+    __slots__ = ("rank", "slot", "state", "version", "layout", "age_s", "data_bytes", "parity", "stored")
     RANK_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,7 @@ class SlotHeader(_message.Message):
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     DATA_BYTES_FIELD_NUMBER: _ClassVar[int]
     PARITY_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     slot: str
     state: SlotState
@@ -264,7 +265,8 @@ class SlotHeader(_message.Message):
     age_s: float
     data_bytes: int
     parity: bool
-    def __init__(self, rank: _Optional[int] = ..., slot: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., layout: _Optional[bytes] = ..., age_s: _Optional[float] = ..., data_bytes: _Optional[int] = ..., parity: bool = ...) -> None: ...
+    stored: bool
+    def __init__(self, rank: _Optional[int] = ..., slot: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., layout: _Optional[bytes] = ..., age_s: _Optional[float] = ..., data_bytes: _Optional[int] = ..., parity: bool = ..., stored: bool = ...) -> None: ...
 
 class CapsuleHeader(_message.Message):
     __slots__ = ("rank", "version", "unreplicated_bytes")
@@ -375,6 +377,74 @@ class SurveyReply(_message.Message):
     NODES_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[SurveyedNode]
     def __init__(self, nodes: _Optional[_Iterable[_Union[SurveyedNode, _Mapping]]] = ...) -> None: ...
+
+class StoredRequest(_message.Message):
+    __slots__ = ("job", "lineage", "name")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    lineage: str
+    name: str
+    def __init__(self, job: _Optional[str] = ..., lineage: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class StoredCheckpoint(_message.Message):
+    __slots__ = ("name", "version", "age_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: Version
+    age_s: float
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class StoredLineage(_message.Message):
+    __slots__ = ("ident", "has_ended", "decisions", "checkpoints")
+    IDENT_FIELD_NUMBER: _ClassVar[int]
+    HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    ident: str
+    has_ended: bool
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    checkpoints: _containers.RepeatedCompositeFieldContainer[StoredCheckpoint]
+    def __init__(self, ident: _Optional[str] = ..., has_ended: bool = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., checkpoints: _Optional[_Iterable[_Union[StoredCheckpoint, _Mapping]]] = ...) -> None: ...
+
+class StoredReply(_message.Message):
+    __slots__ = ("lineages", "directory", "manifest", "ranks", "damage", "trouble")
+    LINEAGES_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGE_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    lineages: _containers.RepeatedCompositeFieldContainer[StoredLineage]
+    directory: str
+    manifest: Manifest
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    damage: str
+    trouble: str
+    def __init__(self, lineages: _Optional[_Iterable[_Union[StoredLineage, _Mapping]]] = ..., directory: _Optional[str] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., ranks: _Optional[_Iterable[int]] = ..., damage: _Optional[str] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class OpenStoredRequest(_message.Message):
+    __slots__ = ("job", "lineage", "name", "version", "ranks")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    lineage: str
+    name: str
+    version: Version
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., lineage: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class OpenStoredReply(_message.Message):
+    __slots__ = ("damage",)
+    DAMAGE_FIELD_NUMBER: _ClassVar[int]
+    damage: str
+    def __init__(self, damage: _Optional[str] = ...) -> None: ...
 
 class DecideRequest(_message.Message):
     __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest", "trainers", "guard_manifest")

@@ -74,6 +74,16 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.StatusRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.StatusReply.FromString,
                 )
+        self.Stored = channel.unary_unary(
+                '/reft.v1.Daemon/Stored',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.StoredRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.StoredReply.FromString,
+                )
+        self.OpenStored = channel.unary_unary(
+                '/reft.v1.Daemon/OpenStored',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.OpenStoredRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.OpenStoredReply.FromString,
+                )
         self.Purge = channel.unary_unary(
                 '/reft.v1.Daemon/Purge',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.PurgeRequest.SerializeToString,
@@ -171,6 +181,18 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stored(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenStored(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Purge(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -257,6 +279,16 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.StatusRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.StatusReply.SerializeToString,
+            ),
+            'Stored': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stored,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.StoredRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.StoredReply.SerializeToString,
+            ),
+            'OpenStored': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenStored,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.OpenStoredRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.OpenStoredReply.SerializeToString,
             ),
             'Purge': grpc.unary_unary_rpc_method_handler(
                     servicer.Purge,
@@ -489,6 +521,40 @@ class Daemon(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Status',
             reft_dot_v1_dot_daemon__pb2.StatusRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.StatusReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Stored(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Stored',
+            reft_dot_v1_dot_daemon__pb2.StoredRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.StoredReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def OpenStored(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/OpenStored',
+            reft_dot_v1_dot_daemon__pb2.OpenStoredRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.OpenStoredReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -1,0 +1,245 @@
+"""Lists what storage holds of a job, and keeps files of a checkpoint open for a restore.
+
+    attach        daemon                                 persister
+    Stored      ─► list, load ──────────────────────────► every decision and manifest of the job
+    OpenStored  ─► open ────────────────────────────────► opens files, verifies their heads
+                   slots of the job, kind STORED ◄─────── descriptors, and heads as memfds
+    Inventory   ─► lists them as slots
+    Decide      ─► the job takes them over; they are closed when a step of its epoch is whole
+
+Invariants
+  1. The daemon never opens, lists or stats storage. It reads data by descriptors, in threads of
+     their own: storage that hangs stops these threads alone.
+  2. A stored slot is read-only. It is never leased, written, moved, scrubbed or rebuilt.
+  3. Storage that can't be listed is an error, never an empty answer.
+  4. The persister has verified the head of each file. So a chunk that differs is found by the
+     digests of its slot, where it is read, like a chunk of any other slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
+from reft.errors import ConfigError, FormatError
+from reft.wire import messages
+from reft.wire import stored_format as stored
+from reft.wire.slot_format import SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import STORED, SlotFile
+from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage
+from reft_daemon.persist.child import version_of
+from reft_daemon.persist.persister import Persister, StorageFailed
+
+LIST_S: Final = 60.0  # for one answer
+PENDING_S: Final = 900.0  # opened files that no attach has taken over are closed after this time
+READERS: Final = 4  # threads that read storage for other nodes
+GONE: Final = (errno.ENOENT, errno.ESTALE)  # a checkpoint that retention has removed meanwhile
+
+
+@dataclass
+class StoredSlotFile(SlotFile):
+    """A file of a checkpoint, open and read-only; only its head is in memory."""
+
+    readers: ThreadPoolExecutor | None = None
+
+    def check_size(self) -> None:
+        """Raises FormatError if the file was closed; does not ask storage, which may hang."""
+        if self.descriptor < 0:
+            raise FormatError(f"slot {self.name} was closed.")
+
+    async def pread(self, size: int, offset: int) -> bytes:
+        """Reads bytes of the file in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.readers, os.pread, self.descriptor, size, offset)
+
+
+class StoredReader:
+    """Lists and opens checkpoints through the persister.
+
+    Args:
+        persister: of this daemon; None: this daemon has no storage.
+
+    Attributes:
+        opened: job → name → slot, until the job's next decision.
+    """
+
+    def __init__(self, persister: Persister | None) -> None:
+        self._persister = persister
+        self._readers = ThreadPoolExecutor(READERS, "reft-stored")
+        self._opened_s: dict[str, float] = {}
+        self.opened: dict[str, dict[str, StoredSlotFile]] = {}
+
+    async def stored(self, request: pb.StoredRequest) -> pb.StoredReply:
+        """Returns what storage holds of a job; with a name, that checkpoint's manifest.
+
+        Raises:
+            ConfigError: this daemon has no storage.
+            StorageFailed: storage can't be listed.
+        """
+        reply = pb.StoredReply(directory=str(self._persister.root) if self._persister else "")
+        if not request.name:
+            answer = await self._call({"do": "list", "job": request.job})
+            reply.lineages.extend(map(_lineage_of, json.loads(_text_of(answer)[0])))
+            return reply
+        fields = {"do": "load", "job": request.job, "lineage": request.lineage, "name": request.name}
+        answer = await self._call(fields, may_be_damaged=True)
+        reply.damage = answer.get("error", "")
+        if not reply.damage:
+            manifest, ranks = _text_of(answer)
+            reply.manifest.ParseFromString(stored.decode_manifest(manifest).job_manifest)
+            reply.ranks.extend(json.loads(ranks))
+        return reply
+
+    async def open(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:
+        """Opens files of a checkpoint, in place of those that are open for the job.
+
+        Raises:
+            ConfigError: this daemon has no storage.
+            StorageFailed: storage does not answer, or fails.
+        """
+        self.close_pending(request.job)
+        opened: dict[str, StoredSlotFile] = {}
+        version = messages.version_from(request.version)
+        step = DESCRIPTORS_MAX // 2  # a file and its head each
+        try:
+            for first in range(0, len(request.ranks), step):
+                ranks = list(request.ranks[first : first + step])
+                fields = {
+                    "do": "open",
+                    "job": request.job,
+                    "lineage": request.lineage,
+                    "name": request.name,
+                    "ranks": ranks,
+                }
+                answer = await self._call(fields, may_be_damaged=True)
+                if "error" in answer:
+                    raise FormatError(answer["error"])
+                self._add(opened, request.job, version, ranks, answer["descriptors"])
+        except BaseException as error:
+            for slot in opened.values():
+                slot.free()
+            if isinstance(error, FormatError):
+                return pb.OpenStoredReply(damage=error.message)
+            raise
+        self.opened[request.job], self._opened_s[request.job] = opened, time.monotonic()
+        return pb.OpenStoredReply()
+
+    def _add(
+        self, opened: dict[str, StoredSlotFile], job: str, version: Version, ranks: Sequence[int],
+        descriptors: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Adds slots for files that were opened; `descriptors` has each file, then its head."""
+        with contextlib.ExitStack() as undo:
+            for descriptor in descriptors:
+                undo.callback(os.close, descriptor)
+            slots = []
+            for rank, file, head in zip(ranks, descriptors[::2], descriptors[1::2], strict=True):
+                slot = SlotMap.of_head(_bytes_of(head), file)
+                header = slot.header
+                if (header.job, header.rank, header.version, header.state) != (job, rank, version, SlotState.SEALED):
+                    raise FormatError(
+                        f"the file of rank {rank} has {header.version} of rank {header.rank} of {header.job}."
+                    )
+                name = f"{STORED}-{rank}.slot-{version.step}"
+                slots.append(
+                    StoredSlotFile(name, rank, file, None, header.geometry.file_bytes, slot, readers=self._readers)
+                )
+            undo.pop_all()
+        for head in descriptors[1::2]:
+            os.close(head)
+        opened.update((slot.name, slot) for slot in slots)
+
+    def capsule(self, job: str, rank: int, version: Version) -> pb.CapsuleRecord | None:
+        """Returns the capsule of a file that is open for a job's next attach.
+
+        Raises:
+            FormatError: the capsule is damaged.
+        """
+        for slot in self.opened.get(job, {}).values():
+            if slot.rank == rank and slot.map.header.version == version:
+                return pb.CapsuleRecord(rank=rank, version=messages.version_to(version), capsule=slot.map.capsule())
+        return None
+
+    def take(self, job: str) -> dict[str, StoredSlotFile]:
+        """Returns the slots that are open for a job; the caller owns them."""
+        self._opened_s.pop(job, None)
+        return self.opened.pop(job, {})
+
+    def close_pending(self, job: str) -> None:
+        """Closes the files that no decision has taken over."""
+        for slot in self.take(job).values():
+            slot.free()
+
+    def expire(self, now_s: float) -> None:
+        """Closes files whose attach has ended without a decision."""
+        for job in [job for job, opened_s in self._opened_s.items() if now_s - opened_s > PENDING_S]:
+            self.close_pending(job)
+
+    def close(self) -> None:
+        """Closes all files."""
+        for job in list(self.opened):
+            self.close_pending(job)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    async def _call(self, fields: Mapping[str, Any], may_be_damaged: bool = False) -> ControlMessage:
+        """Returns the persister's answer.
+
+        With `may_be_damaged`, an answer that says so is returned, too.
+
+        Raises:
+            ConfigError: this daemon has no storage.
+            StorageFailed: storage does not answer, or fails.
+        """
+        if self._persister is None:
+            raise ConfigError("this daemon has no storage.", "start reft-daemon with --persist DIR")
+        root = self._persister.root
+        remedy = "check that the folder is there, mounted, and can be read; without it reft starts nothing from step 0"
+        try:
+            answer = await self._persister.ask(fields, LIST_S)
+        except StorageFailed as error:
+            raise StorageFailed(f"storage {root} does not answer: {error.message}", remedy) from error
+        if "error" in answer and not (may_be_damaged and (answer["damaged"] or answer["errno"] in GONE)):
+            raise StorageFailed(f"storage {root} can't be read: {answer['error']}.", remedy)
+        return answer
+
+
+def _lineage_of(row: Mapping[str, Any]) -> pb.StoredLineage:
+    now_s = time.time()
+    return pb.StoredLineage(
+        ident=row["ident"],
+        has_ended=row["has_ended"],
+        decisions=[pb.Decision.FromString(bytes.fromhex(each)) for each in row["decisions"]],
+        checkpoints=[
+            pb.StoredCheckpoint(
+                name=each["name"],
+                version=messages.version_to(version_of(each["version"])),
+                age_s=max(now_s - each["time_s"], 0.0),
+            )
+            for each in row["checkpoints"]
+        ],
+    )
+
+
+def _text_of(answer: ControlMessage) -> list[bytes]:
+    """Returns the texts of an answer's memfds, and closes them."""
+    texts = []
+    for descriptor in answer["descriptors"]:
+        texts.append(_bytes_of(descriptor))
+        os.close(descriptor)
+    return texts
+
+
+def _bytes_of(memfd: int) -> bytes:
+    with open(memfd, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read()
