@@ -104,6 +104,8 @@ class Config:
         restore: "auto" restores the newest step, or starts at step 0; "require" makes attach fail
             rather than start at step 0; "newest" restores the newest step even if the last restores
             of that step ended before the next one.
+        lineage: which lineage of the job on storage to go on with, 16 hex digits; empty: the only
+            one. Needed once after two jobs of one name were started.
     """
 
     mode: str = _setting("mode", "auto")
@@ -125,6 +127,7 @@ class Config:
     overrun_scratch_bytes: int = _setting("overrun_scratch_bytes", 0)
     restore: str = _setting("restore", "auto")
     allow_pickled_extra_state: bool = _setting("allow_pickled_extra_state", False)
+    lineage: str = _setting("lineage", "")
 
     def __post_init__(self) -> None:
         if not self.runtime_dir:
@@ -138,6 +141,8 @@ class Config:
             raise ConfigError(f"mode is {self.mode!r}; it can be auto or off.", "REFT_MODE=auto")
         if self.restore not in ("auto", "require", "newest"):
             raise ConfigError(f"restore is {self.restore!r}; it can be auto, require or newest.", "REFT_RESTORE=auto")
+        if self.lineage and not re.fullmatch("[0-9a-f]{16}", self.lineage):
+            raise ConfigError(f"lineage is {self.lineage!r}; it must have 16 hex digits.", "reft-cli list shows them")
         if self.load_transport not in ("gloo", "nccl"):
             raise ConfigError(f"load_transport is {self.load_transport!r}; it can be gloo or nccl.")
         if self.slots and not 2 <= self.slots <= 16:

@@ -57,8 +57,8 @@ def take_inventory(
     replies = {node.id: pb.InventoryReply.FromString(messages[leader_of(node)].data) for node in introduction.nodes}
     survey = JobSurvey(replies, before=before)
     absent = survey.absent(introduction.nodes)
-    if not absent:
-        return survey
+    if not absent or not any(reply.HasField("decision") for reply in replies.values()):
+        return survey  # nobody has the token to ask
     job, launch = introduction.job.id, introduction.ranks.first.identity.launch
     asker = asker_of(introduction.nodes, replies)
     ask_absent = AbsentNodeSurvey(

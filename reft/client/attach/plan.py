@@ -118,18 +118,26 @@ class AttachPlan:
 
     @property
     def must_protect_again(self) -> bool:
-        """Whether the base has lost a node, or the placement has changed since."""
+        """Whether the base has lost a node, lies on storage, or has another placement."""
         before = self.base_manifest
-        return bool(self.recovery.capsules) or (before is not None and placing(before) != placing(self.manifest))
+        has_moved = before is not None and placing(before) != placing(self.manifest)
+        return bool(self.recovery.capsules) or self.is_from_storage or has_moved
+
+    @property
+    def is_from_storage(self) -> bool:
+        """Whether any rank's part of the base comes from storage."""
+        return any(source.is_stored for source in self.recovery.sources.values())
 
     def restored_from(self, nodes: Sequence[pb.Node]) -> str | None:
-        """Returns the worst source of any rank: None, "memory" or "peers".
+        """Returns the worst source of any rank: None, "memory", "peers" or "storage".
 
         Args:
             nodes: the nodes of the new job.
         """
         if self.base is None:
             return None
+        if self.is_from_storage:
+            return "storage"
         node_of = {rank: node.id for node in nodes for rank in node.ranks}
         has_moved = any(source.node != node_of.get(rank) for rank, source in self.recovery.sources.items())
         return "peers" if has_moved or self.recovery.capsules or self.is_reshaped else "memory"
@@ -224,7 +232,7 @@ def make_plan(
         mismatched: names of the leaves of which each rank keeps its own copy.
         ident: id of the new epoch.
     """
-    decisions = list(survey.inventory.decisions.values())
+    decisions = survey.inventory.all_decisions
     manifest = pb.Manifest()
     manifest.CopyFrom(description.manifest)
     if survey.manifest is not None:

@@ -88,6 +88,7 @@ class AgreedSettings:
     chunk_bytes: int
     load_transport: str
     restore: str
+    lineage: str
 
     @classmethod
     def of(cls, request: AttachArguments, settings: Config) -> AgreedSettings:
@@ -100,6 +101,7 @@ class AgreedSettings:
             chunk_bytes=settings.chunk_bytes,
             load_transport=settings.load_transport,
             restore=settings.restore,
+            lineage=settings.lineage,
         )
 
 
@@ -231,7 +233,12 @@ class RankTable:
 
         Nothing would find them again.
         """
-        return self.job().named and any(info.persists for info in self.infos)
+        return self.job().named and bool(self.persisting)
+
+    @property
+    def persisting(self) -> list[int]:
+        """The ranks whose daemons have storage, ascending."""
+        return [rank for rank, info in enumerate(self.infos) if info.persists]
 
     def job(self) -> JobIdentity:
         """Returns the job.

@@ -18,13 +18,13 @@ from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.budget import SLOTS, format_bytes
 from reft.core.coding.placement import Exposure, Placement, exchange_cost, exposures
 from reft.core.commit.version import Version
-from reft.core.recovery.holdings import fresh_start_block
+from reft.core.recovery.holdings import FRAME, fresh_start_block
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.recovery.restart_loop import went_back
 from reft.core.recovery.stripes import slot_name
 from reft.core.status.protection import protection_counts
 from reft.core.text import counted
-from reft.wire.inventory import JobSurvey
+from reft.wire.inventory import JobSurvey, StoredHistory
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -39,6 +39,22 @@ def set_aside(version: Version | None, damaged: Sequence[int], world: int) -> st
     names = ", ".join(slot_name(number, world) for number in damaged[:3])
     names += f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
     return f"{version} of {names} is damaged, or differs from its replicas: trying other copies, then an older version."
+
+
+def unusable_checkpoint(version: Version, damage: str) -> str:
+    """Returns the line about a checkpoint that can't be used."""
+    return f"the checkpoint of {version} is damaged, or was removed: {damage} Trying the one before."
+
+
+def from_storage(job: str, base: Version, storage: StoredHistory) -> str:
+    """Returns the block about a restore from storage: step, age, and what memory lacked."""
+    return "\n".join([
+        FRAME,
+        f"job {job} GOES ON FROM STORAGE: {base}, written {storage.age_s:.0f} s ago.",
+        f"  {storage.reason}",
+        "Steps after that checkpoint are lost, and are trained again.",
+        FRAME,
+    ])  # fmt: skip
 
 
 def restored(
@@ -56,6 +72,8 @@ def restored(
             more = f" And {counted(len(troubles) - 1, 'other rank')}." if len(troubles) > 1 else ""
             lines.append(f"the run before held no whole step. {troubles[0]}{more}")
     else:
+        if job_survey.storage is not None and job_survey.storage.version == base:
+            lines.append(from_storage(job, base, job_survey.storage))
         lines.append(f"job {job}: restored {base} from {source}, {size}.")
         count = job_survey.inventory.restores
         if count is not None and base.step < count.step:

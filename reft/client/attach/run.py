@@ -5,6 +5,8 @@
     describe    for each symbolic table one rank publishes the table
     inventory   one rank a node: end orphans, read the headers of all held slots and capsules;
                 one rank surveys absent nodes
+    storage     if memory has no base, or storage a newer history: one rank a node opens its share
+                of a checkpoint, then inventory again
     ties        with such tensors: the base's manifest says which are tied, or without a base
                 their bytes; if not all are, introduce and describe are taken again
     structure   frozen parameters and groups of optimizers become like the base's; if any rank's
@@ -53,6 +55,7 @@ from reft.client.attach.plan import (
 )
 from reft.client.attach.records import lease_records
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore
+from reft.client.attach.storage import take_storage
 from reft.client.attach.structure import rebuild_structure
 from reft.client.link.exchange import together
 from reft.client.session import Session
@@ -89,6 +92,7 @@ def run_attach(context: AttachContext) -> AttachResult:
         attempt = AttachTry()
         while True:
             survey = take_inventory(context, introduction, attempt.erased, attempt.first_survey)
+            survey = take_storage(context, introduction, survey, attempt)
             recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt)
             ties, before = agreed_ties(context, stages, survey, recovery), ties
             changes = rebuild_structure(context, introduction, stages.tracked(ties), survey, recovery, counts)

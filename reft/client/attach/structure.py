@@ -68,20 +68,34 @@ def rebuild_structure(
 def published_capsules(
     context: AttachContext, introduction: Introduction, survey: JobSurvey, recovery: RecoveryPlan
 ) -> dict[int, bytes]:
-    """Returns the capsules for ranks whose daemon does not know the job before the decision.
+    """Returns the capsules for ranks that can't read their own before the decision.
 
-    Such a daemon has no token to ask other daemons. So a rank of a node that knows the job reads
-    these capsules for all. All ranks call it together.
+    All ranks call it together. A capsule in a checkpoint is read where the file is open. A daemon
+    that does not know the job has no token to ask other daemons: a rank of a node that knows the
+    job reads these capsules.
     """
-    knowing = [node for node in introduction.nodes if survey.replies[node.id].HasField("decision")]
-    strangers = [rank for node in introduction.nodes if node not in knowing for rank in node.ranks]
-    reader = leader_of(knowing[0])
+    readers = readers_of(introduction, survey, recovery)
 
     def read(rank: int) -> RankMessage:
-        is_reader = context.rank == reader
+        is_reader = context.rank == readers[rank]
         return RankMessage(held_capsule(context, introduction, survey, recovery, rank) if is_reader else b"")
 
-    return {rank: gather(context.rank_group, partial(read, rank), RankMessage)[reader].data for rank in strangers}
+    return {rank: gather(context.rank_group, partial(read, rank), RankMessage)[readers[rank]].data for rank in readers}
+
+
+def readers_of(introduction: Introduction, survey: JobSurvey, recovery: RecoveryPlan) -> dict[int, int]:
+    """Returns rank → the rank that reads its capsule, for ranks that can't do so, ascending."""
+    nodes = {node.id: node for node in introduction.nodes}
+    knowing = [node for node in introduction.nodes if survey.replies[node.id].HasField("decision")]
+    readers: dict[int, int] = {}
+    for rank in range(len(introduction.ranks.infos)):
+        node, source = introduction.node_of(rank), recovery.sources.get(old_rank(survey, recovery, rank))
+        if source is not None and source.is_stored:
+            if source.node != node.id:
+                readers[rank] = leader_of(nodes[source.node])
+        elif node not in knowing:
+            readers[rank] = leader_of(knowing[0])
+    return readers
 
 
 def held_capsule(

@@ -18,9 +18,10 @@ from reft.config import Config
 from reft.core.commit.slots import Slot
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import align
+from reft.errors import FormatError
 from reft.wire import local_socket, messages, rpc
 from reft.wire.shm import map_file
-from reft.wire.slot_format import PAGE, Bytes, SlotMap
+from reft.wire.slot_format import PAGE, Bytes, SlotMap, read_head
 from reft.wire.v1 import daemon_pb2 as pb
 
 # Spare bytes of the table: it grows when a step counter moves to another device.
@@ -129,6 +130,24 @@ class SlotLeases:
             for i, (name, descriptor) in enumerate(zip(names, descriptors, strict=True), first)
         ]
 
+    def open_stored(self, name: str) -> MappedSlot:
+        """Opens a file of a checkpoint that this node's daemon has open; maps none of its pages.
+
+        Raises:
+            FormatError: the file is no slot, is cut, or can't be read.
+        """
+        request = pb.SlotsRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=[name])
+        (descriptor,) = local_socket.ask_slots(self.socket_path, request, [], self.settings.attach_deadline_s)
+        try:
+            slot = SlotMap.of_head(read_head(descriptor)[0], descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            raise FormatError(f"slot {name} can't be read from storage: {error}.") from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return MappedSlot(0, name, descriptor, slot)
+
     def give_back(self, slots: list[MappedSlot]) -> None:
         """Passes the memfds of this process back to a restarted daemon."""
         memfd_slots = [slot for slot in slots if slot.descriptor >= 0]
@@ -200,8 +219,7 @@ class MappedSlot:
     name: str
     descriptor: int
     map: SlotMap
-    _pages: mmap.mmap
-    _bytes: Bytes
+    _bytes: Bytes | None = None  # None: a file on storage, which is not mapped
     _unpin: weakref.finalize[..., MappedSlot] | None = None
 
     @classmethod
@@ -220,7 +238,7 @@ class MappedSlot:
         if not keeps:
             os.close(descriptor)
         slot = SlotMap(whole, descriptor if keeps else None)
-        return cls(index, name, descriptor if keeps else -1, slot, pages, whole)
+        return cls(index, name, descriptor if keeps else -1, slot, whole)
 
     def touch(self) -> None:
         """Maps every page now: the first write through a new mapping costs four times a later one.
@@ -228,20 +246,25 @@ class MappedSlot:
         Reads each page instead of writing: for a read the kernel maps many pages at a time. A page
         of a shared mapping of shared memory is then writable, too.
         """
-        map_shared(self._bytes)
+        map_shared(self._mapped_bytes)
 
     def register(self, device: torch.device) -> None:
         """Pins the pages for CUDA, so that copies of the device run beside the host.
 
         The pages stay pinned until `close`, or until this object is garbage-collected.
         """
-        address = self._bytes.ctypes.data
-        if error := pin(address, self._bytes.nbytes, device):
+        address = self._mapped_bytes.ctypes.data
+        if error := pin(address, self._mapped_bytes.nbytes, device):
             log.warning("slot %s can't be pinned (CUDA error %d): copies will block the host.", self.name, error)
             return
         self.map.is_pinned = True
         self._unpin = weakref.finalize(self, unpin, address, device)
         self._unpin.atexit = False  # the end of the process unpins the pages
+
+    @property
+    def _mapped_bytes(self) -> Bytes:
+        assert self._bytes is not None, "a slot on storage has no pages to touch or pin"
+        return self._bytes
 
     def view(self) -> Slot:
         """Returns the facts that the reuse rule of slots needs."""

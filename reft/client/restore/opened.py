@@ -79,6 +79,11 @@ class RestoreContext:
         return {**self.plan.sources, **parity}
 
     @cached_property
+    def stored(self) -> list[int]:
+        """The old ranks whose slots are files of a checkpoint, ascending."""
+        return [old for old, source in sorted(self.plan.sources.items()) if source.is_stored]
+
+    @cached_property
     def lost(self) -> list[int]:
         """The old ranks without a slot, ascending."""
         return [old for old in range(len(self.placement.domains)) if old not in self.plan.sources]

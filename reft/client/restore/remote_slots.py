@@ -194,6 +194,9 @@ class SlotOpener:
         """
         if source.node != self.remote.own:
             return self.remote.slot(source, self._channels.enter_context(rpc.channel(self.remote.address)))
+        if source.is_stored:
+            self._mapped.append(self.leases.open_stored(source.slot))
+            return self._mapped[-1].map
         slot = self.leases.take([source.slot], keeps=True)[0]
         self._mapped.append(slot)
         # Pinning costs a second for some gigabytes, so each rank pins its own slot only.

@@ -88,7 +88,17 @@ class ShapeChange:
         return RestoreMatch(
             opened,
             leaves,
-            (TransferPlan(shard_match.needs, placement, readers, lost, sizes=sizes, sections=context.plan.sections),),
+            (
+                TransferPlan(
+                    shard_match.needs,
+                    placement,
+                    readers,
+                    lost,
+                    sizes=sizes,
+                    sections=context.plan.sections,
+                    stored=context.stored,
+                ),
+            ),
             layout,
             {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)},
             tree,

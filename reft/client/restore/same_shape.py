@@ -69,6 +69,7 @@ def match_same_shape(
                 has_live_cells=True,
                 sizes=sizes,
                 sections=context.plan.sections,
+                stored=context.stored,
             ),
             plan_for_itself(
                 inline_needs if is_decoded else [*section_needs, *inline_needs], placement, rank, readers, sizes

@@ -122,6 +122,8 @@ class Inventory:
         before: the inventory of the first try of this attach; None in the first try. A later try
             follows if the first base turned out damaged. The first try's decision wrote nothing.
             So `before` says which history is in force.
+        stored: the decisions that storage remembers.
+        chosen: the decision in force, if storage has a newer history or checkpoint than memory.
     """
 
     reports: Mapping[str, NodeInventory]
@@ -129,11 +131,18 @@ class Inventory:
     silent: tuple[str, ...] = ()
     emptied: tuple[str, ...] = ()
     before: Inventory | None = None
+    stored: tuple[Decision, ...] = ()
+    chosen: Decision | None = None
 
     @cached_property
     def decisions(self) -> dict[str, Decision]:
         """Returns node id → the decision that its daemon remembers."""
         return {node: each.decision for node, each in self.reports.items() if each.decision is not None}
+
+    @property
+    def all_decisions(self) -> list[Decision]:
+        """Returns the decisions that any daemon or storage remembers."""
+        return [*self.decisions.values(), *self.stored]
 
     @property
     def decision(self) -> Decision | None:
@@ -147,6 +156,8 @@ class Inventory:
         attach and `reft-cli recover` refuse several: see `refuse_rivals`. `reft-cli status` shows
         the first one.
         """
+        if self.chosen is not None:
+            return [self.chosen]
         if self.before is not None:
             return self.before.histories
         # Members are the nodes of a manifest that still hold the same job, shown by its token.
@@ -248,6 +259,8 @@ class Inventory:
         if decision is None or decision.epoch not in self.manifests:
             return FailureHistory()
         last = [self.reports[node] for node, each in self.decisions.items() if each.epoch == decision.epoch]
+        if not last:
+            return self.manifests[decision.epoch].history  # a history on storage, which no daemon remembers
         # A silent node may have failed and can't say so. So it counts as a failure.
         has_failed = bool(self.silent or self.emptied) or any(each.failed for each in last)
         return self.manifests[decision.epoch].history.after(max(each.trained_s for each in last), has_failed)

@@ -331,6 +331,7 @@ class TransferPlan:
         sizes: of pieces and slices.
         sections: lost old ranks whose unreplicated sections their keepers decode from guard lanes.
             The readers have the parity slots of all other members of these lanes.
+        stored: old ranks whose slots are files of a checkpoint. These have no parity shards.
     """
 
     needs: Sequence[PieceTransfer]
@@ -341,6 +342,7 @@ class TransferPlan:
     makes_parity: bool = False
     sizes: TransferSizes = TransferSizes()
     sections: Collection[int] = ()
+    stored: Collection[int] = ()
     _reads: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     _lane_ends: dict[int, int] = field(default_factory=dict)
     _offsets: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
@@ -413,7 +415,7 @@ class TransferPlan:
         """Yields the extents of a source that `needs` take, in their order there."""
         where, owner = source
         lanes = self._lane_offsets(owner) if where is PieceSource.SLOT else {}
-        for is_parity in (False, True):
+        for is_parity in (False,) if owner in self.stored else (False, True):
             for number, offsets in lanes.items():
                 lane = self.placement.lanes[number]
                 # With k = 1, parity shards are copies of the data.
@@ -460,8 +462,9 @@ class TransferPlan:
         """Returns old ranks with a slot at hand that copies a stripe's only data shard."""
         if lane.code.k > 1 or not lane.code.f:
             return ()
-        holders = (lane.members[lane.member_of(stripe, shard)] for shard in range(lane.code.f + 1))
-        return tuple(old for old in holders if old in self.readers.reader_of)
+        holders = [lane.members[lane.member_of(stripe, shard)] for shard in range(lane.code.f + 1)]
+        have = [old for old in holders if old in self.readers.reader_of]
+        return tuple(old for old in have if old == holders[0] or old not in self.stored)
 
     def _takers_of(self, owner: int, extent: _Extent, receivers: tuple[int, ...]) -> tuple[int, ...]:
         """Returns those of `receivers` that take an extent from this owner's slot.

@@ -178,7 +178,7 @@ def test_calls_of_cuda_in_other_threads_break_no_capture(monkeypatch):
     device.host_waits(device.record_side())
     geometry = Geometry(table_capacity=64, data_capacity=64, chunk_bytes=64)
     pages = np.zeros(geometry.file_bytes, np.uint8)
-    slot = MappedSlot(0, "slot", -1, SlotMap.create(pages, geometry, "job", 0), None, pages)
+    slot = MappedSlot(0, "slot", -1, SlotMap.create(pages, geometry, "job", 0), pages)
     slot.register(torch.device("cuda", 0))
     slot.close()
     assert slot.map.is_pinned and len(runtime.calls) == 2 and driver.modes == [1, 1, 1] and driver.mode == 0
