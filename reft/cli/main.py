@@ -1,4 +1,4 @@
-"""`reft-cli`: status, recover, persist, purge, timeline, demo. All verbs share their exit codes.
+"""`reft-cli`: status, recover, persist, list, verify, purge, timeline, demo: the exit codes of all.
 
 0 done   1 failed   2 wrong usage   3 WARN (with --check)
 4 ERR (with --check), not survived (--what-if), or not recoverable (recover)
@@ -22,7 +22,7 @@ import click
 import grpc
 
 from reft import __version__
-from reft.cli import recover_view, status_text, status_view
+from reft.cli import recover_view, status_text, status_view, storage
 from reft.cli.ask import NoSuchJob, ask, local_address
 from reft.cli.persist import persist_job, progress_text
 from reft.cli.recover import RecoverCommand, replacement_here
@@ -310,6 +310,64 @@ def demo(as_json: bool, steps: int, keep_logs: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.document(), indent=2))
     sys.exit(0 if result.passed else EXIT_FAILED)
+
+
+@main.command("list")
+@click.argument("what", metavar="JOB|DIR")
+@json_option
+@daemon_option
+def list_held(what: str, as_json: bool, daemon: str | None) -> None:
+    """Lists the steps that memory and storage hold, the newest first.
+
+    JOB asks this node's daemon: memory of all nodes of JOB, and the folder of --persist. DIR (with
+    a slash) is read without a daemon: all jobs in that folder.
+    """
+    with failing(as_json):
+        rows = (
+            storage.rows_of_folder(Path(what))
+            if "/" in what
+            else {what: storage.rows_of_job(local_address(daemon), what)}
+        )
+    if as_json:
+        click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, "jobs": storage.document(rows)}, indent=2))
+        return
+    for job, each in rows.items():
+        click.echo("\n".join(storage.lines_of(job, each)))
+    if not rows:
+        click.echo(f"{what} holds no job.")
+
+
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("job", required=False, default="")
+@json_option
+def verify(folder: Path, job: str, as_json: bool) -> None:
+    """Reads every byte of the checkpoints in DIR, and compares them with their digests.
+
+    DIR is the folder of reft-daemon --persist. With JOB, only checkpoints of that job are read.
+
+    \b
+    Exit code 1: a checkpoint is damaged.   11: DIR has no checkpoint of JOB.
+    """
+    results = []
+    with failing(as_json), unwinding():
+        for answer in storage.audit("verify", folder, job):
+            if "sound" in answer:
+                results.append(answer)
+                if not as_json:
+                    words = "sound" if answer["sound"] else f"DAMAGED: {answer['damage']}"
+                    click.echo(f"job {answer['job']}  lineage {answer['lineage']}  {answer['name']}  {words}")
+            elif not as_json and sys.stderr.isatty():
+                done = f"{format_bytes(answer['done_bytes'])} of {format_bytes(answer['total_bytes'])}"
+                click.echo(f"\r{answer['name']}  {done}   \r", err=True, nl=False)
+        if job and not results:
+            raise NoSuchJob(f"{folder} has no checkpoint of job {job!r}.", f"reft-cli list {folder.absolute()}")
+    damaged = sum(not each["sound"] for each in results)
+    if as_json:
+        click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, "checkpoints": results}, indent=2))
+    else:
+        click.echo(f"{counted(len(results), 'checkpoint')} read, {damaged} damaged.")
+    sys.exit(EXIT_FAILED if damaged else 0)
 
 
 def pairs_of(arguments: Iterable[str]) -> dict[str, str]:

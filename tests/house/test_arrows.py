@@ -83,6 +83,7 @@ LAYERS = {
             "recover_view",
             "status_text",
             "status_view",
+            "storage",
             "survey",
             "timeline",
             "ask",

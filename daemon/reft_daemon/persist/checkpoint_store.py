@@ -26,7 +26,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -82,6 +82,11 @@ class CheckpointStore:
     def __init__(self, root: StorageFolder, job: str) -> None:
         self._folder = root.folder(job)
         self._job = job
+
+    @property
+    def job(self) -> str:
+        """The name of the job."""
+        return self._job
 
     # Decisions
 
@@ -232,8 +237,14 @@ class CheckpointStore:
             return []
         return [name for name in names if stored_names.is_lineage(name)]
 
-    def checkpoints(self, lineage: str) -> list[ListedCheckpoint]:
+    def checkpoints(
+        self, lineage: str, note: Callable[[str, FormatError], object] | None = None
+    ) -> list[ListedCheckpoint]:
         """Returns the complete checkpoints of a lineage. One with a damaged manifest is left out.
+
+        Args:
+            lineage: its name.
+            note: gets the name and the damage of each that is left out; None: the log gets it.
 
         Raises:
             OSError: storage can't be listed or read.
@@ -249,7 +260,10 @@ class CheckpointStore:
             except (FileNotFoundError, NotADirectoryError):
                 continue  # not complete, or removed meanwhile
             except FormatError as error:
-                log.error("%s is not used: %s", checkpoint.path, error.message)
+                if note is not None:
+                    note(name, error)
+                else:
+                    log.error("%s is not used: %s", checkpoint.path, error.message)
         return listed
 
     def _manifest(self, checkpoint: StorageFolder, lineage: str) -> stored.StoredManifest:

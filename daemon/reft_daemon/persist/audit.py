@@ -1,0 +1,166 @@
+"""`python -m reft_daemon.persist.audit list|verify ROOT [--job JOB]`: what storage holds, as JSON.
+
+Only `reft-cli` starts it. No daemon is needed, so it also reads storage that outlived its cluster.
+
+    list     one line: all jobs, with their lineages and checkpoints
+    verify   a line now and then: bytes so far, and in all; a line for each checkpoint
+    error    a line with "error" and the remedy, exit code 1; exit code 2: wrong usage
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from reft.core.membership.job_identity import JOB_NAME
+from reft.core.persist.stored_lineages import StoredLineage
+from reft.errors import FormatError, ReftError
+from reft.wire import stored_format as stored
+from reft.wire.manifest import placement_of
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint
+from reft_daemon.persist.slot_copy import SlotRange, verify_file
+from reft_daemon.persist.storage_folder import StorageFolder
+
+TELL_BYTES: Final = 64 << 20  # between two lines of progress
+_END: Final = 1 << 62
+
+
+def main() -> None:
+    """Prints what storage holds, or compares every byte with its digest."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("verb", choices=("list", "verify"))
+    parser.add_argument("root", type=Path)
+    parser.add_argument("--job", default="")
+    settings = parser.parse_args()
+    try:
+        if settings.verb == "list":
+            tell({"jobs": [job_row(store) for store in stores(settings.root, settings.job)]})
+        else:
+            for store in stores(settings.root, settings.job):
+                verify_job(store)
+    except (ReftError, OSError) as error:
+        hint = error.hint if isinstance(error, ReftError) else ""
+        tell({"error": error.message if isinstance(error, ReftError) else str(error), "hint": hint})
+        sys.exit(1)
+
+
+def tell(document: Mapping[str, Any]) -> None:
+    """Prints one line."""
+    print(json.dumps(document), flush=True)
+
+
+def stores(root: Path, job: str) -> Iterator[CheckpointStore]:
+    """Yields the checkpoints of each job, or of the job that was asked for.
+
+    Raises:
+        OSError: storage can't be listed.
+    """
+    folder = StorageFolder(root)
+    for name in [job] if job else folder.names():
+        if JOB_NAME.fullmatch(name) and (root / name).is_dir():
+            store = CheckpointStore(folder, name)
+            if store.lineages():
+                yield store
+
+
+def job_row(store: CheckpointStore) -> dict[str, Any]:
+    """Returns what storage holds of a job, the newest checkpoint of each lineage first."""
+    return {"job": store.job, "lineages": [lineage_row(store, ident) for ident in store.lineages()]}
+
+
+def lineage_row(store: CheckpointStore, ident: str) -> dict[str, Any]:
+    """Returns what storage holds of a lineage."""
+    listed, damages = read_checkpoints(store, ident)
+    lineage, trouble = StoredLineage(ident), ""
+    try:
+        lineage = store.lineage(ident)
+        order = lineage.restorable()
+    except ReftError as error:
+        order, trouble = [], error.message
+    rows = [
+        {
+            "name": each.name,
+            "step": each.manifest.version.step,
+            "epoch": each.manifest.version.epoch.counter,
+            "age_s": max(time.time() - each.time_s, 0.0),
+            "nodes": len(each.manifest.nodes),
+            "counts": each.manifest.version in order,
+        }
+        for each in sorted(listed, key=lambda each: (each.manifest.version.order, each.name), reverse=True)
+    ]
+    rows.sort(key=lambda row: not row["counts"])
+    return {
+        "lineage": ident, "ended": lineage.has_ended, "checkpoints": rows, "damaged": damages, "trouble": trouble,
+    }  # fmt: skip
+
+
+def read_checkpoints(store: CheckpointStore, lineage: str) -> tuple[list[ListedCheckpoint], dict[str, str]]:
+    """Returns the complete checkpoints of a lineage; and name → damage, of the others."""
+    damages: dict[str, str] = {}
+    listed = store.checkpoints(lineage, lambda name, error: damages.setdefault(name, error.message))
+    return listed, damages
+
+
+def verify_job(store: CheckpointStore) -> None:
+    """Compares each byte of a job's checkpoints with its digest; prints the result of each."""
+    for lineage in store.lineages():
+        listed, damages = read_checkpoints(store, lineage)
+        for each in listed:
+            damage = ""
+            try:
+                verify_checkpoint(store, each)
+            except (FormatError, OSError) as error:
+                damage = error.message if isinstance(error, FormatError) else str(error)
+            _tell_result(store.job, lineage, each.name, damage)
+        for name, damage in damages.items():
+            _tell_result(store.job, lineage, name, damage)
+
+
+def verify_checkpoint(store: CheckpointStore, listed: ListedCheckpoint) -> None:
+    """Compares every byte of a checkpoint with its digest; prints how far it is.
+
+    Raises:
+        FormatError: a byte differs, or a rank has no file.
+        OSError: a file can't be read.
+    """
+    try:
+        manifest = pb.Manifest.FromString(listed.manifest.job_manifest)
+        placement = placement_of(manifest)
+    except (DecodeError, ValueError) as error:
+        raise FormatError(f"the job's manifest can't be read: {error}.") from error
+    files = store.indexes(listed)
+    if missing := set(range(manifest.world)) - set(files):
+        raise FormatError(f"the checkpoint has no file of rank {min(missing)}.")
+    total, done, told = sum(file.nbytes for _, file in files.values()), 0, 0
+    for rank, (folder, file) in sorted(files.items()):
+        part = placement.rank_placement(rank)
+        ranges = [SlotRange(0, part.parity_offset), SlotRange(part.unreplicated_offset, _END)]
+        for nbytes in verify_open(store, folder, file, ranges):
+            done += nbytes
+            if done - told >= TELL_BYTES:
+                told = done
+                tell({"name": listed.name, "done_bytes": done, "total_bytes": total})
+
+
+def verify_open(
+    store: CheckpointStore, folder: StorageFolder, file: stored.StoredFile, ranges: list[SlotRange]
+) -> Iterator[int]:
+    """Opens one file, and compares its bytes with its digests; yields how many were compared."""
+    with open(store.open(folder, file), "rb", buffering=0) as opened:
+        yield from verify_file(opened.fileno(), file, ranges)
+
+
+def _tell_result(job: str, lineage: str, name: str, damage: str) -> None:
+    tell({"job": job, "lineage": lineage, "name": name, "sound": not damage, "damage": damage})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""What memory and storage hold of jobs: `reft-cli list` and `reft-cli verify`.
+
+    list JOB      this node's daemon: slots of all daemons of JOB, and its storage
+    list DIR      a process that reads DIR itself; no daemon is needed
+    verify DIR    the same process compares every byte with its digest
+
+The process is the daemon's program for storage (`reft_daemon.persist.audit`). It answers a JSON
+object a line. Storage that hangs stops that process; Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from reft.cli.ask import NoSuchJob, ask
+from reft.cli.survey import survey
+from reft.core.commit.version import Version
+from reft.core.persist.stored_lineages import StoredLineage
+from reft.errors import ConfigError, ReftError
+from reft.wire import messages
+from reft.wire.v1 import daemon_pb2 as pb
+
+STORED_S = 120.0  # the daemon gives up on its storage earlier
+UNITS = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+class StorageUnreadable(ReftError):
+    """Storage can't be listed or read."""
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """One step that memory or storage holds.
+
+    Attributes:
+        where: "memory", "storage", or "damaged" for a checkpoint that can't be read.
+        step, epoch: of the version; -1: not known.
+        age_s: since the checkpoint was complete; None in memory.
+        lineage: of the job on storage; empty: none.
+        counts: whether a restart could go on from the step.
+        note: words for a person.
+    """
+
+    where: str
+    step: int
+    epoch: int
+    age_s: float | None = None
+    lineage: str = ""
+    counts: bool = True
+    note: str = ""
+
+
+def rows_of_job(address: str, job: str) -> list[HeldRow]:
+    """Returns what memory and storage hold of a job, the newest first.
+
+    Raises:
+        NoSuchJob: neither has the job.
+        ReftError: the daemon does not answer, or its storage can't be listed.
+    """
+    rows: list[HeldRow] = []
+    with suppress(NoSuchJob):
+        job_survey = survey(address, job)[0]
+        plan, manifest = job_survey.plan(()), job_survey.manifest
+        lineage = manifest.lineage if manifest is not None else ""
+        held = [plan.base] if plan.guard in (None, plan.base) else [plan.base, plan.guard]
+        notes = ["", "survives lost nodes"]
+        rows += [
+            HeldRow("memory", each.step, each.epoch.counter, None, lineage, True, note)
+            for each, note in zip(held, notes, strict=False)
+            if each is not None
+        ]
+    try:
+        reply: pb.StoredReply = ask(address, "Stored", pb.StoredRequest(job=job), STORED_S)
+        rows += [row for each in reply.lineages for row in _stored_rows(each)]
+    except ConfigError:
+        rows.append(HeldRow("storage", -1, -1, counts=False, note="this daemon has no storage (--persist)"))
+    if all(row.step < 0 for row in rows):
+        raise NoSuchJob(f"neither memory nor storage holds job {job!r}.", "reft-cli status lists the jobs in memory")
+    return rows
+
+
+def _stored_rows(stored: pb.StoredLineage) -> list[HeldRow]:
+    ages = {messages.version_from(each.version): each.age_s for each in stored.checkpoints}
+    lineage = StoredLineage(stored.ident, tuple(map(messages.decision_from, stored.decisions)), tuple(ages))
+    try:
+        order, trouble = lineage.restorable(), ""
+    except ReftError as error:
+        order, trouble = [], error.message
+    left_behind = trouble or "left behind: the job went on from an earlier step"
+
+    def key(version: Version) -> tuple[bool, tuple[int, int]]:
+        return version in order, version.order
+
+    return [
+        HeldRow(
+            "storage", each.step, each.epoch.counter, ages[each], stored.ident, each in order and not stored.has_ended,
+            ("ended by reft-cli purge" if stored.has_ended else "") if each in order else left_behind,
+        )
+        for each in sorted(ages, key=key, reverse=True)
+    ]  # fmt: skip
+
+
+def rows_of_lineage(lineage: Mapping[str, Any]) -> list[HeldRow]:
+    """Returns the rows of a lineage in a document of `reft_daemon.persist.audit`."""
+    left_behind = lineage["trouble"] or "left behind: the job went on from an earlier step"
+    ended = "ended by reft-cli purge" if lineage["ended"] else ""
+    return [
+        HeldRow(
+            "storage", each["step"], each["epoch"], each["age_s"], lineage["lineage"], each["counts"] and not ended,
+            ended if each["counts"] else left_behind,
+        )
+        for each in lineage["checkpoints"]
+    ] + [
+        HeldRow("damaged", -1, -1, None, lineage["lineage"], False, f"{name}: {damage}")
+        for name, damage in lineage["damaged"].items()
+    ]  # fmt: skip
+
+
+def rows_of_folder(root: Path, job: str = "") -> dict[str, list[HeldRow]]:
+    """Returns job → what a folder holds of it.
+
+    Raises:
+        StorageUnreadable: the folder can't be listed.
+    """
+    (document,) = audit("list", root, job)
+    return {
+        each["job"]: [row for lineage in each["lineages"] for row in rows_of_lineage(lineage)]
+        for each in document["jobs"]
+    }
+
+
+def audit(verb: str, root: Path, job: str = "") -> Iterator[dict[str, Any]]:
+    """Yields the answers of the program that reads storage.
+
+    Raises:
+        StorageUnreadable: storage can't be listed or read.
+    """
+    command = [sys.executable, "-m", "reft_daemon.persist.audit", verb, str(root.absolute())]
+    process = subprocess.Popen([*command, *(["--job", job] if job else [])], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None, "it is a pipe"
+    try:
+        for line in process.stdout:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise StorageUnreadable(f"{root} can't be read: {answer['error']}", answer["hint"])
+            yield answer
+        if process.wait():
+            raise StorageUnreadable(f"the program that reads {root} has ended with {process.returncode}.")
+    finally:
+        process.stdout.close()
+        process.kill()
+
+
+def lines_of(job: str, rows: Sequence[HeldRow]) -> list[str]:
+    """Returns the rows as text."""
+    lines = [f"job {job}"]
+    for row in rows:
+        step = f"step {row.step} (epoch {row.epoch})" if row.step >= 0 else ""
+        age = "" if row.age_s is None else f"{_age(row.age_s)} ago"
+        words = [f"  {row.where:8}", f"{step:24}", f"{age:14}", f"{row.lineage:18}", row.note]
+        lines.append(" ".join(words).rstrip())
+    return lines
+
+
+def document(rows: Mapping[str, Sequence[HeldRow]]) -> list[dict[str, Any]]:
+    """Returns the rows of each job for `--json`."""
+    return [{"job": job, "held": [asdict(row) for row in each]} for job, each in rows.items()]
+
+
+def _age(seconds: float) -> str:
+    size, unit = next((each for each in UNITS if seconds >= each[0]), UNITS[-1])
+    return f"{seconds / size:.0f} {unit}"

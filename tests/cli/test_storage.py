@@ -1,0 +1,101 @@
+"""`reft-cli list` and `reft-cli verify`: what memory and storage hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from reft.cli.main import main
+from reft.wire.slot_format import read_head
+from tests.support.daemons import DaemonProcess
+from tests.support.stored import persist, record_of
+from tests.support.trainers import Spec, Trainers
+
+
+def invoke(*arguments: str, daemon: str = "") -> Any:
+    return CliRunner().invoke(main, list(arguments), env={"REFT_DAEMON": daemon}, catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProcess, Path, list[int]]]:
+    """A daemon with a job in memory; a folder with two checkpoints of it, and their steps."""
+    storage = tmp_path_factory.mktemp("storage")
+    daemon = DaemonProcess("--persist", str(storage))
+    trainers = Trainers(Spec(daemon.address, options={"seal_at": [3, 6, 9], "pause_at": [3, 6, 9]}))
+    steps = []
+    for at in (3, 6):
+        trainers.wait_for(at)
+        steps.append(persist(storage, [daemon]).step)
+        trainers.let_go(at)
+    trainers.wait_for(9)
+    trainers.kill()
+    yield daemon, storage, steps
+    daemon.close()
+
+
+def test_list_of_a_job_has_memory_and_storage(held: tuple[DaemonProcess, Path, list[int]]) -> None:
+    daemon, _, (older, newest) = held
+    result = invoke("list", "job", "--json", daemon=daemon.address)
+    ((job),) = json.loads(result.stdout)["jobs"]
+    rows = [(row["where"], row["step"], row["counts"]) for row in job["held"]]
+    assert rows[0][0] == "memory" and rows[0][1] > newest
+    assert rows[1:] == [("storage", newest, True), ("storage", older, True)]
+    assert {row["lineage"] for row in job["held"]} == {record_of(daemon).manifest.lineage}
+    lines = invoke("list", "job", daemon=daemon.address).stdout.splitlines()
+    assert lines[0] == "job job" and f"step {newest} (epoch 1)" in lines[2] and lines[2].startswith("  storage")
+
+
+def test_list_of_a_folder_needs_no_daemon(held: tuple[DaemonProcess, Path, list[int]]) -> None:
+    _, storage, (older, newest) = held
+    (job,) = json.loads(invoke("list", f"{storage}/", "--json").stdout)["jobs"]
+    assert job["job"] == "job" and [row["step"] for row in job["held"]] == [newest, older]
+
+
+def test_what_is_not_there(held: tuple[DaemonProcess, Path, list[int]], tmp_path: Path) -> None:
+    daemon, storage, _ = held
+    assert invoke("list", "nothing", daemon=daemon.address).exit_code == 11
+    assert invoke("verify", str(storage), "nothing").exit_code == 11
+    missing = invoke("list", f"{tmp_path}/missing")
+    assert missing.exit_code == 1 and "No such file" in missing.stderr
+    assert "holds no job" in invoke("list", f"{tmp_path}/").stdout
+
+
+def test_verify_finds_a_changed_byte(held: tuple[DaemonProcess, Path, list[int]]) -> None:
+    _, storage, (older, newest) = held
+    sound = invoke("verify", str(storage))
+    assert sound.exit_code == 0 and "2 checkpoints read, 0 damaged." in sound.stdout
+    (path,) = storage.glob(f"job/*/e*-s{newest}/node-0.0/rank-0.slot")
+    whole = path.read_bytes()
+    with open(path, "r+b") as file:
+        at = read_head(file.fileno())[1].geometry.data_offset + 5
+        file.seek(at)
+        file.write(bytes([whole[at] ^ 1]))
+    try:
+        found = invoke("verify", str(storage), "job", "--json")
+        assert found.exit_code == 1
+        results = {each["name"]: each for each in json.loads(found.stdout)["checkpoints"]}
+        assert {name.partition("-s")[2]: each["sound"] for name, each in results.items()} == {
+            str(older): True,
+            str(newest): False,
+        }
+        assert "wrong digest" in next(each["damage"] for each in results.values() if not each["sound"])
+    finally:
+        path.write_bytes(whole)
+
+
+def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]]) -> None:
+    _, storage, (older, newest) = held
+    (path,) = storage.glob(f"job/*/e*-s{newest}/MANIFEST.json")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40])
+    try:
+        (job,) = json.loads(invoke("list", f"{storage}/", "--json").stdout)["jobs"]
+        assert [(row["where"], row["step"]) for row in job["held"]] == [("storage", older), ("damaged", -1)]
+        assert invoke("verify", str(storage)).exit_code == 1
+    finally:
+        path.write_bytes(whole)
