@@ -92,6 +92,34 @@ def test_another_number_of_ranks_gets_what_memory_would_give(site: Site, storage
     assert [each["losses"] for each in results] == [each["losses"] for each in memory]
 
 
+def test_survivor_keeps_its_token_when_too_many_nodes_are_lost(site: Site, storage: Path) -> None:
+    lost, (step,) = trained(site, storage, 3, 5)
+    vanish(*lost[1:])
+    daemons = [lost[0], *site.add(2, "--persist", str(storage))]
+    results = run(Spec(daemons[0].address, steps=STEPS), 3, [each.address for each in daemons])
+    check_equal(results, undisturbed(3), step)
+    assert "can't be decoded" in results[0]["said"] or "is left" in results[0]["said"], results[0]["said"]
+
+
+def test_storage_with_a_newer_history_beats_memory(site: Site, storage: Path) -> None:
+    """The first node was away while the job went on from storage on another node, now lost."""
+    (away,), (step,) = trained(site, storage, 1, 4)
+    (other,), (later,) = trained(site, storage, 1, step + 4, daemons=site.add(1, "--persist", str(storage)))
+    vanish(other)
+    (result,) = run(Spec(away.address, steps=STEPS))
+    check_equal([result], undisturbed(1), later)
+    assert f"memory: the newest step there is step {step} (epoch 1)" in result["said"]
+
+
+def test_launch_goes_on_from_memory_while_storage_is_away(site: Site, storage: Path) -> None:
+    (daemon,), _ = trained(site, storage, 1, 4)
+    storage.rename(storage.with_name("hidden"))
+    assert "can't be read" in refused(daemon), "another launch may have gone further"
+    launch = record_of(daemon).manifest.launch
+    (result,) = run(Spec(daemon.address, steps=STEPS, environment={"REFT_LAUNCH": launch}))
+    assert result["from"] == "memory" and "this launch goes on from memory" in result["said"]
+
+
 def test_next_attach_goes_on_from_memory(site: Site, storage: Path) -> None:
     lost, (step,) = trained(site, storage, 1, 5)
     vanish(*lost)
