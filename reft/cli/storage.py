@@ -11,6 +11,7 @@ object a line. Storage that hangs stops that process; Ctrl-C ends it.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 from reft.cli.ask import NoSuchJob, ask
 from reft.cli.survey import survey
+from reft.config import child_environment
 from reft.core.commit.version import Version
 from reft.core.persist.stored_lineages import StoredLineage
 from reft.errors import ConfigError, ReftError
@@ -143,7 +145,11 @@ def audit(verb: str, root: Path, job: str = "") -> Iterator[dict[str, Any]]:
         StorageUnreadable: storage can't be listed or read.
     """
     command = [sys.executable, "-m", "reft_daemon.persist.audit", verb, str(root.absolute())]
-    process = subprocess.Popen([*command, *(["--job", job] if job else [])], stdout=subprocess.PIPE, text=True)
+    # The path is this process's own: the program must be of the same reft.
+    environment = child_environment(PYTHONPATH=os.pathsep.join(os.path.abspath(each) for each in sys.path if each))
+    process = subprocess.Popen(
+        [*command, *(["--job", job] if job else [])], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert process.stdout is not None, "it is a pipe"
     try:
         for line in process.stdout:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from reft.cli.main import main
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
 from reft.wire import messages
@@ -76,6 +79,30 @@ def test_all_memory_is_gone_and_the_job_goes_on(site: Site, storage: Path, world
     check_equal(results, undisturbed(world), step)
     said = results[0]["said"]
     assert f"GOES ON FROM STORAGE: step {step} (epoch 1)" in said and "holds the job" in said
+
+
+def test_what_the_daemons_wrote_is_restored(site: Site, storage: Path) -> None:
+    """Two times, the second time from the state that was restored first."""
+    addresses: list[str] = []
+    lost: list[DaemonProcess] = []
+    steps = [0]
+    for at in (4, 8):
+        vanish(*lost)
+        lost = site.add(2, "--persist", str(storage))
+        addresses = [daemon.address for daemon in lost]
+        job = Trainers(Spec(addresses[0], steps=STEPS, options={"seal_at": [at], "pause_at": [at]}), 2, addresses)
+        job.wait_for(at)
+        done = CliRunner().invoke(main, ["persist", "job", "--json", "--daemon", addresses[0]], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        steps.append(json.loads(done.stdout)["step"])
+        job.kill()
+    vanish(*lost)
+    assert steps == sorted(set(steps))
+    daemons = site.add(2, "--persist", str(storage))
+    results = run(Spec(daemons[0].address, steps=STEPS), 2, [each.address for each in daemons])
+    check_equal(results, undisturbed(2), steps[-1])
+    decision = messages.decision_from(record_of(daemons[0]).decision)
+    assert [epoch.counter for epoch in (decision.epoch, *decision.known)] == [3, 2, 1]
 
 
 @pytest.mark.parametrize(("world", "later"), [(2, 1), (1, 2)])

@@ -16,6 +16,7 @@ from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist import stored_reader
+from reft_daemon.persist.persister import Persister
 from reft_daemon.persist.stored_reader import PENDING_S, StoredReader
 from tests.daemon.persist.test_checkpoint_store import EPOCH, LINEAGE, VERSION, Slot, _persist, _store
 
@@ -35,11 +36,14 @@ def storage(tmp_path: Path) -> Iterator[Path]:
 
 def reading(storage: Path | None, act: Callable[[StoredReader], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        reader = StoredReader(storage)
+        persister = Persister(storage) if storage else None
+        reader = StoredReader(persister)
         try:
             return await act(reader)
         finally:
-            await reader.close()
+            reader.close()
+            if persister is not None:
+                persister.close()
 
     return asyncio.run(run())
 
@@ -154,7 +158,8 @@ def test_storage_that_hangs_is_an_error(storage: Path, monkeypatch: pytest.Monke
 
     async def act(reader: StoredReader) -> None:
         await reader.stored(pb.StoredRequest(job="run"))
-        running = await reader._child.ensure()
+        assert reader._persister is not None
+        running = await reader._persister.child.ensure()
         running.process.send_signal(signal.SIGSTOP)
         monkeypatch.setattr(stored_reader, "LIST_S", 0.1)
         with pytest.raises(AttachError, match=f"storage {storage} does not answer"):
