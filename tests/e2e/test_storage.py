@@ -168,6 +168,8 @@ def test_checkpoint_stays_open_until_a_step_is_whole(site: Site, storage: Path) 
         Spec(daemon.address, steps=STEPS, failpoints="snapshot.begin:kill", options={"pause_at": [step + 1]})
     )
     assert died.wait() != [0]
+    version = next(slot.version for slot in inventory(daemon).slots if slot.stored)
+    assert daemon.call("FetchCapsule", pb.CapsuleRequest(job="job", rank=0, version=version)).capsule
     (result,) = run(Spec(daemon.address, steps=STEPS))
     assert (result["began"], result["from"]) == (step, "storage")
 
@@ -238,15 +240,17 @@ def test_storage_that_is_gone_or_hangs_is_not_empty(site: Site, storage: Path) -
     assert run(Spec(daemon.address, steps=STEPS))[0]["from"] == "storage"
 
 
-def test_newest_history_wins_over_the_greatest_step(site: Site, storage: Path) -> None:
-    """Storage has step 8 of a history that another attach ended by going back to step 4."""
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_newest_history_wins_over_the_greatest_step(site: Site, storage: Path, has_memory: bool) -> None:
+    """Storage, or memory, has step 8 of a history that an attach ended by going back to step 4."""
     lost, (step, _) = trained(site, storage, 1, 4, 8)
     old = record_of(lost[0])
-    vanish(*lost)
+    if not has_memory:
+        vanish(*lost)
     first = messages.decision_from(old.decision)
     second = Decision(Epoch(2, b"2" * 16), Version(first.epoch, step), (first.epoch,))
     CheckpointStore(StorageFolder(storage), "job").put_decision(old.manifest.lineage, second)
-    (daemon,) = site.add(1, "--persist", str(storage))
+    (daemon,) = lost if has_memory else site.add(1, "--persist", str(storage))
     (result,) = run(Spec(daemon.address, steps=STEPS))
     check_equal([result], undisturbed(1), step)
     decision = messages.decision_from(record_of(daemon).decision)

@@ -415,7 +415,7 @@ class TransferPlan:
         """Yields the extents of a source that `needs` take, in their order there."""
         where, owner = source
         lanes = self._lane_offsets(owner) if where is PieceSource.SLOT else {}
-        for is_parity in (False,) if owner in self.stored else (False, True):
+        for is_parity in (False, True):
             for number, offsets in lanes.items():
                 lane = self.placement.lanes[number]
                 # With k = 1, parity shards are copies of the data.
