@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from reft.core.budget import SLOTS
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.persist.checkpoint_store import CheckpointStore
+from reft_daemon.persist.node_writer import stored_ranges
+from reft_daemon.persist.slot_copy import read_head, verify_file
+from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support.certificates import why_not
 from tests.support.commands import Reader
 from tests.support.daemons import DaemonProcess, until
@@ -60,6 +65,41 @@ def test_what_is_typed_while_a_job_trains_and_once_a_node_is_lost(nodes, tmp_pat
     assert "Nothing was changed" in reader.run("reft-cli recover run1")
     assert "node2" in reader.run("reft-cli recover run1 --yes --onto node2=node3:29700")
     assert "freed" in reader.run("reft-cli purge run1 --yes")
+
+
+def test_a_checkpoint_is_asked_for_while_a_job_trains(tmp_path):
+    """All bytes of a real state are on storage, except parity, and fit their digests."""
+    root = tmp_path / "storage"
+    nodes = [DaemonProcess("--node", name, "--listen", HERE, "--persist", str(root)) for name in ("node1", "node2")]
+    spec = Spec("", job="run1", steps=12, options={"width": 96, "seal_at": [6, 7], "pause_at": [8]})
+    trainers = Trainers(spec, 2, [node.address for node in nodes])
+    try:
+        until(lambda: newest_whole(nodes[0]) >= 7, what="that step 7 is whole")
+        (tmp_path / "home").mkdir()
+        reader = Reader(tmp_path / "home", REFT_DAEMON=nodes[1].address)
+        assert "is on storage" in reader.run("reft-cli persist run1")
+        document = json.loads(reader.run("reft-cli persist run1 --json"))
+        assert document["step"] >= 7
+        (job,) = json.loads(reader.run("reft-cli status --job run1 --json"))["jobs"]
+        assert (job["storage"]["persisted_step"], job["storage"]["trouble"]) == (document["step"], None)
+        (folder,) = (root / "run1").iterdir()
+        store = CheckpointStore(StorageFolder(root), "run1")
+        (listed, *_) = store.checkpoints(folder.name)
+        manifest = pb.Manifest.FromString(listed.manifest.job_manifest)
+        assert manifest.lineage == folder.name and manifest.slots == SLOTS + 1
+        files = store.indexes(listed)
+        for index, node in enumerate(manifest.nodes):
+            for rank, ranges in stored_ranges(manifest, index).items():
+                with open(store.open(*files[rank]), "rb") as file:
+                    assert sum(verify_file(file.fileno(), files[rank][1], ranges)) > 96
+                    parity = ranges[1].begin - ranges[0].end
+                    assert parity > 0 and node.name in ("node1", "node2")
+                    file.seek(read_head(file.fileno())[1].geometry.data_offset + ranges[0].end)
+                    assert not any(file.read(parity)), "parity is left out"
+    finally:
+        trainers.kill()
+        for each in nodes:
+            each.close()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import reft
 from reft import errors
 from reft.client.memory import streaming
 from reft.client.session import _finish_at_exit
@@ -19,8 +20,10 @@ from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.config import Config
 from reft.core.pipeline.pacing import Tier
 from reft.wire import timeline_socket
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.client.attach.test_run import make
 from tests.scenarios.test_state_kinds import state_bytes, step_once, train
+from tests.support.daemons import DaemonProcess, until
 
 
 def test_steps_are_marked_iterations(attach):
@@ -297,6 +300,39 @@ def test_stats_tell_that_reviews_have_ended(attach):
     assert session.stats()["reviews_over"] == 0
     reviews.is_over = True
     assert session.stats()["reviews_over"] == 1
+
+
+def test_persist_without_storage_only_warns(attach, caplog):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    step_once(model, optimizer)
+    session.step_end()
+    assert session.seal(timeout=60).step == 1
+    session.persist()
+    until(lambda: "no checkpoint was begun: " in caplog.text, what="the warning")
+    assert "writes no checkpoints" in caplog.text
+    step_once(model, optimizer)
+    session.step_end()
+    assert session.seal(timeout=60).step == 2
+
+
+def test_persist_asks_for_a_checkpoint_of_the_newest_whole_step(tmp_path):
+    daemon = DaemonProcess("--persist", str(tmp_path / "storage"))
+    try:
+        model, optimizer = make()
+        with reft.attach(model, optimizer, daemon=daemon.address, job="run1") as session:
+            step_once(model, optimizer)
+            session.step_end()
+            assert session.seal(timeout=60).step == 1
+            session.persist()
+            until(lambda: list(tmp_path.glob("storage/run1/*/e1-*-s1/MANIFEST.json")), what="the checkpoint")
+        (lineage,) = (path.name for path in tmp_path.glob("storage/run1/*"))
+        with reft.attach(model, optimizer, daemon=daemon.address, job="run1") as session:
+            assert session.step == 1
+        inventory = daemon.call("Inventory", pb.InventoryRequest(job="run1"))
+        assert inventory.manifest.lineage == lineage and inventory.decision.epoch.counter == 2
+    finally:
+        daemon.close()
 
 
 def test_an_unsealed_slot_is_not_reused_even_if_its_step_is_void(attach, monkeypatch):
