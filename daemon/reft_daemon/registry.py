@@ -35,7 +35,6 @@ from reft_daemon.jobs.changes import (
     JobChange,
 )
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.jobs.leases import refuse_living
 from reft_daemon.jobs.scrub import ScrubCounts
 from reft_daemon.membership.heartbeats import HeartbeatService
 from reft_daemon.mover.mover import Mover, MoverSettings
@@ -200,9 +199,10 @@ class Registry:
     async def open_stored(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:
         """Opens files of a checkpoint for the next attach of a job; see `StoredReader.open`."""
         check_name(request.job)
-        if request.job in self.jobs:
-            refuse_living(request.job, self.jobs[request.job].leases)
-            self.jobs[request.job].slots.close_stored()
+        if (job := self.jobs.get(request.job)) is not None:
+            if job.is_live:
+                raise AttachError(f"job {job.id} is being trained.", "end its trainers first")
+            job.slots.close_stored()
         return await self.persists.reader.open(request)
 
     async def secure(self, request: pb.SecureRequest) -> None:

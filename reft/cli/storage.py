@@ -38,7 +38,7 @@ class StorageUnreadable(ReftError):
 
 
 @dataclass(frozen=True)
-class HeldRow:
+class HeldEntry:
     """One step that memory or storage holds.
 
     Attributes:
@@ -59,14 +59,14 @@ class HeldRow:
     note: str = ""
 
 
-def rows_of_job(address: str, job: str) -> list[HeldRow]:
+def rows_of_job(address: str, job: str) -> list[HeldEntry]:
     """Returns what memory and storage hold of a job, the newest first.
 
     Raises:
         NoSuchJob: neither has the job.
         ReftError: the daemon does not answer, or its storage can't be listed.
     """
-    rows: list[HeldRow] = []
+    rows: list[HeldEntry] = []
     with suppress(NoSuchJob):
         job_survey = survey(address, job)[0]
         plan, manifest = job_survey.plan(()), job_survey.manifest
@@ -74,7 +74,7 @@ def rows_of_job(address: str, job: str) -> list[HeldRow]:
         held = [plan.base] if plan.guard in (None, plan.base) else [plan.base, plan.guard]
         notes = ["", "survives lost nodes"]
         rows += [
-            HeldRow("memory", each.step, each.epoch.counter, None, lineage, True, note)
+            HeldEntry("memory", each.step, each.epoch.counter, None, lineage, True, note)
             for each, note in zip(held, notes, strict=False)
             if each is not None
         ]
@@ -82,13 +82,13 @@ def rows_of_job(address: str, job: str) -> list[HeldRow]:
         reply: pb.StoredReply = ask(address, "Stored", pb.StoredRequest(job=job), STORED_S)
         rows += [row for each in reply.lineages for row in _stored_rows(each)]
     except ConfigError:
-        rows.append(HeldRow("storage", -1, -1, counts=False, note="this daemon has no storage (--persist)"))
+        rows.append(HeldEntry("storage", -1, -1, counts=False, note="this daemon has no storage (--persist)"))
     if all(row.step < 0 for row in rows):
         raise NoSuchJob(f"neither memory nor storage holds job {job!r}.", "reft-cli status lists the jobs in memory")
     return rows
 
 
-def _stored_rows(stored: pb.StoredLineage) -> list[HeldRow]:
+def _stored_rows(stored: pb.StoredLineage) -> list[HeldEntry]:
     ages = {messages.version_from(each.version): each.age_s for each in stored.checkpoints}
     lineage = StoredLineage(stored.ident, tuple(map(messages.decision_from, stored.decisions)), tuple(ages))
     try:
@@ -101,7 +101,7 @@ def _stored_rows(stored: pb.StoredLineage) -> list[HeldRow]:
         return version in order, version.order
 
     return [
-        HeldRow(
+        HeldEntry(
             "storage", each.step, each.epoch.counter, ages[each], stored.ident, each in order and not stored.has_ended,
             ("ended by reft-cli purge" if stored.has_ended else "") if each in order else left_behind,
         )
@@ -109,23 +109,23 @@ def _stored_rows(stored: pb.StoredLineage) -> list[HeldRow]:
     ]  # fmt: skip
 
 
-def rows_of_lineage(lineage: Mapping[str, Any]) -> list[HeldRow]:
+def rows_of_lineage(lineage: Mapping[str, Any]) -> list[HeldEntry]:
     """Returns the rows of a lineage in a document of `reft_daemon.persist.audit`."""
     left_behind = lineage["trouble"] or "left behind: the job went on from an earlier step"
     ended = "ended by reft-cli purge" if lineage["ended"] else ""
     return [
-        HeldRow(
+        HeldEntry(
             "storage", each["step"], each["epoch"], each["age_s"], lineage["lineage"], each["counts"] and not ended,
             ended if each["counts"] else left_behind,
         )
         for each in lineage["checkpoints"]
     ] + [
-        HeldRow("damaged", -1, -1, None, lineage["lineage"], False, f"{name}: {damage}")
+        HeldEntry("damaged", -1, -1, None, lineage["lineage"], False, f"{name}: {damage}")
         for name, damage in lineage["damaged"].items()
     ]  # fmt: skip
 
 
-def rows_of_folder(root: Path, job: str = "") -> dict[str, list[HeldRow]]:
+def rows_of_folder(root: Path, job: str = "") -> dict[str, list[HeldEntry]]:
     """Returns job → what a folder holds of it.
 
     Raises:
@@ -164,7 +164,7 @@ def audit(verb: str, root: Path, job: str = "") -> Iterator[dict[str, Any]]:
         process.kill()
 
 
-def lines_of(job: str, rows: Sequence[HeldRow]) -> list[str]:
+def lines_of(job: str, rows: Sequence[HeldEntry]) -> list[str]:
     """Returns the rows as text."""
     lines = [f"job {job}"]
     for row in rows:
@@ -175,7 +175,7 @@ def lines_of(job: str, rows: Sequence[HeldRow]) -> list[str]:
     return lines
 
 
-def document(rows: Mapping[str, Sequence[HeldRow]]) -> list[dict[str, Any]]:
+def document(rows: Mapping[str, Sequence[HeldEntry]]) -> list[dict[str, Any]]:
     """Returns the rows of each job for `--json`."""
     return [{"job": job, "held": [asdict(row) for row in each]} for job, each in rows.items()]
 

@@ -258,27 +258,6 @@ class SlotMap:
             _store_header(slot, Header(geometry, job, rank, seq=seq))
         return cls(slot, file)
 
-    @classmethod
-    def of_head(cls, head: bytes | Bytes, file: int) -> SlotMap:
-        """Returns a slot whose data stay in its file: no page of the file is mapped.
-
-        So a file that is cut, or storage that fails, gives an error and no signal.
-
-        Args:
-            head: all bytes before the data, see `read_head`.
-            file: descriptor of the slot's file, which its owner keeps open.
-
-        Raises:
-            FormatError: the bytes are no slot.
-        """
-        head = np.frombuffer(head, np.uint8)
-        geometry = best_header(head).geometry
-        # Pages that nobody touches take no memory.
-        memory = mmap.mmap(-1, geometry.file_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        slot = np.frombuffer(memory, np.uint8)
-        slot[: geometry.data_offset] = head[: geometry.data_offset]
-        return cls(slot, file)
-
     def reread(self) -> Header:
         """Returns the header as it is now; another process may have written it."""
         self.header = newest_header(self._slot)
@@ -459,6 +438,27 @@ def read_head(file: int) -> tuple[bytes, Header]:
     head = np.empty(offset, np.uint8)
     read_file(file, 0, head)
     return head.tobytes(), best_header(head)
+
+
+def slot_of_head(head: bytes, file: int) -> SlotMap:
+    """Returns a slot whose data stay in its file: no page of the file is mapped.
+
+    So a file that is cut, or storage that fails, gives an error and no signal.
+
+    Args:
+        head: all bytes before the data, see `read_head`.
+        file: descriptor of the slot's file, which its owner keeps open.
+
+    Raises:
+        FormatError: the bytes are no slot.
+    """
+    data = np.frombuffer(head, np.uint8)
+    geometry = best_header(data).geometry
+    # Pages that nobody touches take no memory.
+    memory = mmap.mmap(-1, geometry.file_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    slot = np.frombuffer(memory, np.uint8)
+    slot[: geometry.data_offset] = data[: geometry.data_offset]
+    return SlotMap(slot, file)
 
 
 def read_file(file: int, offset: int, into: Bytes) -> None:

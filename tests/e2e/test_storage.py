@@ -206,7 +206,20 @@ def test_no_usable_checkpoint_is_no_fresh_start(site: Site, storage: Path) -> No
     (path,) = storage.glob(f"job/*/e*-s{step}/node-0.0/rank-0.slot")
     path.unlink()
     (daemon,) = site.add(1, "--persist", str(storage))
-    assert "has 1 checkpoint in" in refused(daemon) and "none can be used" in refused(daemon)
+    said = refused(daemon)
+    assert "has 1 checkpoint in" in said and "none can be used" in said
+
+
+def test_checkpoints_of_no_known_history_are_no_fresh_start(site: Site, storage: Path) -> None:
+    """An attach in between died before its decision came to storage, so nobody knows its base."""
+    lost, _ = trained(site, storage, 1, 4)
+    old = record_of(lost[0])
+    vanish(*lost)
+    first, between = messages.decision_from(old.decision).epoch, Epoch(2, b"2" * 16)
+    third = Decision(Epoch(3, b"3" * 16), Version(between, 7), (between, first))
+    CheckpointStore(StorageFolder(storage), "job").put_decision(old.manifest.lineage, third)
+    (daemon,) = site.add(1, "--persist", str(storage))
+    assert "went on from a step that none of them leads to" in refused(daemon)
 
 
 def test_two_lineages_are_named_and_one_can_be_chosen(site: Site, storage: Path) -> None:

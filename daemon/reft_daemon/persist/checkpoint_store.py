@@ -81,12 +81,7 @@ class CheckpointStore:
 
     def __init__(self, root: StorageFolder, job: str) -> None:
         self._folder = root.folder(job)
-        self._job = job
-
-    @property
-    def job(self) -> str:
-        """The name of the job."""
-        return self._job
+        self.job = job
 
     # Decisions
 
@@ -218,7 +213,7 @@ class CheckpointStore:
         if unknown := unknown_decisions(self.decisions(lineage), decision):
             newest = max(each.epoch.counter for each in unknown)
             raise StaleCoordinator(
-                f"job {self._job} went on in epoch {newest}; this is epoch {decision.epoch.counter}, which writes nothing "
+                f"job {self.job} went on in epoch {newest}; this is epoch {decision.epoch.counter}, which writes nothing "
                 "to storage any more."
             )
 
@@ -268,7 +263,7 @@ class CheckpointStore:
 
     def _manifest(self, checkpoint: StorageFolder, lineage: str) -> stored.StoredManifest:
         manifest = stored.decode_manifest(checkpoint.read(stored_names.MANIFEST, stored.TEXT_MAX))
-        if (manifest.job, manifest.lineage) != (self._job, lineage):
+        if (manifest.job, manifest.lineage) != (self.job, lineage):
             raise FormatError(f"it belongs to job {manifest.job}, lineage {manifest.lineage}.")
         if str(stored_names.CheckpointName.of(manifest.version)) != checkpoint.path.name:
             raise FormatError(f"it belongs to {manifest.version}.")

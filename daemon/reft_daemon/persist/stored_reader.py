@@ -1,4 +1,4 @@
-"""Lists what storage holds of a job, and keeps files of a checkpoint open for a restore.
+"""Lists checkpoints, and keeps files of one open for a restore.
 
     attach        daemon                                 persister
     Stored      ─► list, load ──────────────────────────► every decision and manifest of the job
@@ -34,7 +34,7 @@ from reft.core.commit.version import Version
 from reft.errors import ConfigError, FormatError
 from reft.wire import messages
 from reft.wire import stored_format as stored
-from reft.wire.slot_format import SlotMap
+from reft.wire.slot_format import slot_of_head
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import STORED, SlotFile
 from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage
@@ -144,7 +144,7 @@ class StoredReader:
                 undo.callback(os.close, descriptor)
             slots = []
             for rank, file, head in zip(ranks, descriptors[::2], descriptors[1::2], strict=True):
-                slot = SlotMap.of_head(_bytes_of(head), file)
+                slot = slot_of_head(_bytes_of(head), file)
                 header = slot.header
                 if (header.job, header.rank, header.version, header.state) != (job, rank, version, SlotState.SEALED):
                     raise FormatError(

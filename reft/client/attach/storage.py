@@ -70,7 +70,7 @@ class StorageReader:
         return pb.StoredReply.FromString(replies[asker].data)
 
     def open(self, lineage: str, version: Version, stored: pb.StoredReply) -> str:
-        """Opens the files of a checkpoint on all nodes; returns why it can't be used, or nothing.
+        """Opens a checkpoint on all nodes; returns its damage, or nothing.
 
         Raises:
             ReftError: a daemon does not answer, or storage fails.
@@ -164,11 +164,11 @@ def open_newest(
         damages.append(f"{version}: {damage}")
         if reader.context.rank == 0:
             say(report.unusable_checkpoint(version, damage))
-    if newer and base is None:
-        tried = " ".join(damages) or "All were damaged."
+    if base is None and lineage.checkpoints:
         raise RestoreError(
-            f"job {job} has {counted(len(newer), 'checkpoint')} in {listing.directory}, and none can be used: {tried}",
-            f"reft-cli verify {listing.directory} {job}; or start under another job name",
+            f"job {job} has {counted(len(lineage.checkpoints), 'checkpoint')} in {listing.directory}, and none can be used: "
+            + (" ".join(damages) if newer else "the newest attach went on from a step that none of them leads to."),
+            f"look at them by reft-cli list and reft-cli verify {listing.directory}; or start under another job name",
         )
     return history
 

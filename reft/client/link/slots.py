@@ -21,7 +21,7 @@ from reft.core.layout.layout import align
 from reft.errors import FormatError
 from reft.wire import local_socket, messages, rpc
 from reft.wire.shm import map_file
-from reft.wire.slot_format import PAGE, Bytes, SlotMap, read_head
+from reft.wire.slot_format import PAGE, Bytes, SlotMap, read_head, slot_of_head
 from reft.wire.v1 import daemon_pb2 as pb
 
 # Spare bytes of the table: it grows when a step counter moves to another device.
@@ -131,7 +131,7 @@ class SlotLeases:
         ]
 
     def open_stored(self, name: str) -> MappedSlot:
-        """Opens a file of a checkpoint that this node's daemon has open; maps none of its pages.
+        """Opens a file of a checkpoint that this node's daemon has open, unmapped.
 
         Raises:
             FormatError: the file is no slot, is cut, or can't be read.
@@ -139,7 +139,7 @@ class SlotLeases:
         request = pb.SlotsRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=[name])
         (descriptor,) = local_socket.ask_slots(self.socket_path, request, [], self.settings.attach_deadline_s)
         try:
-            slot = SlotMap.of_head(read_head(descriptor)[0], descriptor)
+            slot = slot_of_head(read_head(descriptor)[0], descriptor)
         except OSError as error:
             os.close(descriptor)
             raise FormatError(f"slot {name} can't be read from storage: {error}.") from error

@@ -43,7 +43,7 @@ class StoredLineage:
     has_ended: bool = False
 
     def histories(self) -> list[Decision]:
-        """Returns the decision in force; several if the job went on in more than one history."""
+        """Returns the decision in force; several if there are several histories."""
         remembered = {str(number): each for number, each in enumerate(self.decisions)}
         return histories(remembered, {}, {version.epoch for version in self.checkpoints})
 
