@@ -54,6 +54,7 @@ log = logging.getLogger("reft.daemon")
 LOOK_S: Final = 0.2  # between two looks at what is due
 RETRY_S: Final = 30.0  # until a decision is put to storage again
 FLUSH_AFTER_S: Final = 15.0  # without a trainer: a launcher that restarts the job is faster
+HOLD_S: Final = 5.0  # that an answer to a node that flushes waits for the checkpoint
 FLUSH_SILENCE_S: Final = 5.0  # of the coordinator, in a flush
 
 
@@ -197,6 +198,8 @@ class PersistService:
             if messages.epoch_from(request.epoch) != job.epoch:
                 raise AttachError(f"job {job.id} was started again meanwhile.", "ask again")
             step = request.step
+            if request.flush:
+                await self._settle(state, step)
         else:
             step = newest_step(pins, request.flush)
             if step < 0:
@@ -208,6 +211,18 @@ class PersistService:
         reply.trouble = state.trouble if is_given_up and not is_done else ""
         reply.epoch.CopyFrom(messages.epoch_to(job.epoch))
         return reply
+
+    @staticmethod
+    async def _settle(state: JobState, step: int) -> None:
+        """Returns once a step is on storage or given up, or after HOLD_S.
+
+        A node that flushes is answered by this, before the coordinator's daemon ends.
+        """
+        end_s = time.monotonic() + HOLD_S
+        while max(state.cadence.persisted, state.cadence.given_up) < step:
+            if time.monotonic() > end_s:
+                return
+            await asyncio.sleep(LOOK_S)
 
     async def flush(self) -> None:
         """Persists the newest whole step of each job, within the grace."""
@@ -378,12 +393,12 @@ class PersistService:
                 if time.monotonic() - heard_s > FLUSH_SILENCE_S or isinstance(error, ReftError):
                     log.error("job=%s can't be flushed to storage: %s", job.id, reason_of(error))
                     return
-            else:
+                await asyncio.sleep(LOOK_S)
+            else:  # ask again at once: the coordinator holds its answer, and then may end
                 heard_s = time.monotonic()
                 if reply.done or reply.trouble:
                     return
                 request = pb.PersistJobRequest(job=job.id, step=reply.step, epoch=reply.epoch, flush=True)
-            await asyncio.sleep(LOOK_S)
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

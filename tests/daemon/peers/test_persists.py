@@ -396,6 +396,24 @@ def test_a_flush_takes_the_newest_whole_step_and_its_grace_at_most(job):
     running(job, act, flushes=True, grace_s=0.2)
 
 
+def test_a_node_that_flushes_is_answered_once_the_checkpoint_has_ended(job):
+    """The coordinator's daemon may end right after that."""
+
+    async def act(service: PersistService, storage: Storage) -> None:
+        whole(job, 3)
+        storage.writing.clear()
+        first = await ask(service, job, flush=True)
+        assert (first.step, first.done) == (3, False)
+        held = asyncio.ensure_future(ask(service, job, flush=True, step=3, epoch=first.epoch))
+        await reached(lambda: storage.of("write"))
+        assert not (await ask(service, job, step=3, epoch=first.epoch)).done, "others are not held"
+        assert not held.done()
+        storage.writing.set()
+        assert (await held).done
+
+    running(job, act)
+
+
 # A node's part
 
 
