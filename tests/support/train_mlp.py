@@ -141,6 +141,9 @@ def train(spec: dict[str, Any]) -> None:
         if step in options.get("seal_at", ()):
             # Before the optimizer's step, at which a snapshot without a slot is dropped.
             session.seal(timeout=60)
+        if step and step % options.get("persist_each", step + 1) == 0:
+            session.seal(timeout=60)
+            session.persist()
         started = time.monotonic()
         batch = torch.from_numpy(np.random.standard_normal((8, 16)).astype(np.float32))
         loss = wrapped(batch).square().mean()
