@@ -356,7 +356,8 @@ class Registry:
         while True:
             now = time.monotonic()
             for job in list(self.jobs.values()):
-                if not job.is_live and now - job.ended_s > self._ttl_s.seconds_for(job):
+                is_over = not job.is_live and now - job.ended_s > self._ttl_s.seconds_for(job)
+                if is_over and not self.persists.needs(job):
                     ttl_s = self._ttl_s.seconds_for(job)
                     nbytes = self._free(job, f"its time to live of {ttl_s:.0f} s was over")
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, format_bytes(nbytes))

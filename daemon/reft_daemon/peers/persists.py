@@ -133,6 +133,7 @@ class PersistService:
         self._states: dict[str, JobState] = {}
         self.writer = NodeWriter(self._persister)
         self._flushed: dict[str, Epoch] = {}  # job → the epoch whose end was flushed
+        self._flushing: set[str] = set()
         self._refused: set[str] = set()  # jobs that are not persisted, as already logged
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -211,6 +212,13 @@ class PersistService:
         reply.trouble = state.trouble if is_given_up and not is_done else ""
         reply.epoch.CopyFrom(messages.epoch_to(job.epoch))
         return reply
+
+    def needs(self, job: JobRecord) -> bool:
+        """Whether the slots of an ended job must stay, because a flush is to come."""
+        if self.settings is None or not self.settings.flushes or refusal(job, self.settings):
+            return False
+        has_step = job.round is not None and job.round.outcome.whole >= 0
+        return has_step and (self._flushed.get(job.id) != job.epoch or job.id in self._flushing)
 
     @staticmethod
     async def _settle(state: JobState, step: int) -> None:
@@ -381,7 +389,9 @@ class PersistService:
             return
         if self._flushed.get(job.id) != job.epoch:
             self._flushed[job.id] = job.epoch
-            self._start(self._flush(job))
+            self._flushing.add(job.id)
+            flush = self._start(self._flush(job))
+            flush.add_done_callback(lambda _: self._flushing.discard(job.id))
 
     async def _flush(self, job: JobRecord) -> None:
         """Has the newest whole step persisted; returns when it is, or is given up."""

@@ -88,6 +88,9 @@ class CheckpointStore:
     def put_decision(self, lineage: str, decision: Decision) -> None:
         """Keeps the decision of an attach; again for the same one changes nothing.
 
+        A new attach goes on with a lineage that was ended on purpose: another node's memory had
+        the job. So the lineage has not ended.
+
         Raises:
             OSError: storage does not take it.
         """
@@ -95,10 +98,9 @@ class CheckpointStore:
         folder.make()
         name = stored_names.decision_file(decision.epoch)
         text = messages.decision_to(decision).SerializeToString(deterministic=True)
-        if (
-            not folder.put_if_absent(name, xxhash.xxh3_128_digest(text) + text)
-            and self._decision(folder, name) != decision
-        ):
+        if folder.put_if_absent(name, xxhash.xxh3_128_digest(text) + text):
+            folder.remove(stored_names.ENDED)
+        elif self._decision(folder, name) != decision:
             raise AttachError(f"storage has another decision under the name {name}.")
 
     def decisions(self, lineage: str) -> list[Decision]:

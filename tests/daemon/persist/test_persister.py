@@ -116,8 +116,12 @@ def test_decisions_commits_and_retention_go_through_the_process(tmp_path):
         assert sorted(path.name for path in (tmp_path / "job" / LINEAGE).iterdir()) == [
             f"DECISION-1-{bytes(16).hex()}", "ENDED",
         ]  # fmt: skip
+        await each.decide("job", LINEAGE, DECISION)
+        assert (tmp_path / "job" / LINEAGE / "ENDED").exists(), "the same decision again is no new attach"
         stale = Decision(Epoch(2, bytes(16)), None)
         with pytest.raises(StorageFailed, match="went on in epoch 1"):
             await each.prune("job", LINEAGE, stale, persister.RetentionSettings())
+        await each.decide("job", LINEAGE, Decision(Epoch(3, bytes(16)), None, (DECISION.epoch,)))
+        assert not (tmp_path / "job" / LINEAGE / "ENDED").exists(), "an attach went on from another node's memory"
 
     with_persister(tmp_path, act)

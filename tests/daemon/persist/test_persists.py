@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.persist.checkpoint_store import CheckpointStore
+from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support.daemons import until
+from tests.support.exchange import SIZES, ShardedJob
 from tests.support.jobs import Code, Trainer, refused
 from tests.support.persisted import LINEAGE, PersistedJob, persister_of, persisters
 
@@ -119,6 +122,39 @@ def test_a_coordinator_that_is_killed_before_the_commit_goes_on_after_its_restar
     assert job.whole(1) == 4, "the pins' seq was recorded: node 1 hears of newer steps"
     assert job.persist().done
     job.check(2, 4)
+
+
+def test_the_protected_step_is_persisted_and_turns_wait_for_a_free_slot(start, trainer, root):
+    daemons = [start("--listen", "127.0.0.1:0", "--persist", str(root)) for _ in range(3)]
+    job = ShardedJob(daemons, SIZES, trainer.pid)
+    job.manifest.lineage = LINEAGE
+    job.begin()
+    request = pb.PersistJobRequest(job="job")
+
+    def persisted(node: int, step: int) -> bool:
+        asked = pb.PersistJobRequest(job="job", step=step, epoch=job.epoch)
+        return daemons[node].call("PersistJob", asked).done
+
+    job.seal(1)
+    job.await_protected(1)
+    assert daemons[2].call("PersistJob", request).step == 1
+    until(lambda: persisted(0, 1), what="step 1")
+    stopped = persister_of(daemons[1])
+    stopped.suspend()
+    job.seal(2)
+    job.await_protected(2)
+    assert daemons[0].call("PersistJob", request).step == 2
+    until(lambda: job.report(1, {}).pins.persist == 2, what="the pin")
+    job.seal(3)
+    job.await_protected(3)
+    job.seal(4)
+    until(lambda: job.whole(1) == 4, what="step 4")
+    assert job.exchange(0).turn == -1, "steps 2, 3 and 4 stay, and one slot is to write"
+    stopped.resume()
+    job.await_protected(4)
+    until(lambda: persisted(2, 2), what="step 2")
+    listed = CheckpointStore(StorageFolder(root), "job").checkpoints(LINEAGE)
+    assert sorted(each.manifest.version.step for each in listed) == [1, 2]
 
 
 def test_full_storage_is_said_and_the_next_request_succeeds(start, trainer, small_root):
