@@ -70,14 +70,18 @@ def test_what_is_typed_while_a_job_trains_and_once_a_node_is_lost(nodes, tmp_pat
 def test_a_checkpoint_is_asked_for_while_a_job_trains(tmp_path):
     """All bytes of a real state are on storage, except parity, and fit their digests."""
     root = tmp_path / "storage"
+    root.mkdir()
     nodes = [DaemonProcess("--node", name, "--listen", HERE, "--persist", str(root)) for name in ("node1", "node2")]
     spec = Spec("", job="run1", steps=12, options={"width": 96, "seal_at": [6, 7], "pause_at": [8]})
     trainers = Trainers(spec, 2, [node.address for node in nodes])
     try:
         until(lambda: newest_whole(nodes[0]) >= 7, what="that step 7 is whole")
         (tmp_path / "home").mkdir()
-        reader = Reader(tmp_path / "home", REFT_DAEMON=nodes[1].address)
+        reader = Reader(tmp_path / "home", {"/nfs/reft": str(root)}, REFT_DAEMON=nodes[1].address)
         assert "is on storage" in reader.run("reft-cli persist run1")
+        assert {"memory", "storage"} <= set(reader.run("reft-cli list run1").split())
+        assert "job run1" in reader.run("reft-cli list /nfs/reft/")
+        assert "0 damaged" in reader.run("reft-cli verify /nfs/reft run1")
         document = json.loads(reader.run("reft-cli persist run1 --json"))
         assert document["step"] >= 7
         (job,) = json.loads(reader.run("reft-cli status --job run1 --json"))["jobs"]

@@ -317,6 +317,7 @@ def test_persist_without_storage_only_warns(attach, caplog):
 
 
 def test_persist_asks_for_a_checkpoint_of_the_newest_whole_step(tmp_path):
+    (tmp_path / "storage").mkdir()
     daemon = DaemonProcess("--persist", str(tmp_path / "storage"))
     try:
         model, optimizer = make()

@@ -19,7 +19,7 @@ from reft.wire.slot_format import read_head
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.storage_folder import StorageFolder
-from tests.support.daemons import DaemonProcess, Site, vanish
+from tests.support.daemons import DaemonProcess, Site, until, vanish
 from tests.support.stored import persist, record_of
 from tests.support.trainers import Spec, Trainers, run
 
@@ -220,6 +220,15 @@ def test_checkpoints_of_no_known_history_are_no_fresh_start(site: Site, storage:
     CheckpointStore(StorageFolder(storage), "job").put_decision(old.manifest.lineage, third)
     (daemon,) = site.add(1, "--persist", str(storage))
     assert "went on from a step that none of them leads to" in refused(daemon)
+
+
+def test_purged_job_starts_fresh(site: Site, storage: Path) -> None:
+    (daemon,), _ = trained(site, storage, 1, 4)
+    until(lambda: not any(rank.alive for rank in daemon.status("job").ranks), what="the trainer's end")
+    daemon.call("Purge", pb.PurgeRequest(job="job"))
+    (result,) = run(Spec(daemon.address, steps=STEPS))
+    assert (result["began"], result["from"]) == (0, None)
+    assert sorted(path.name for path in storage.glob("job/*/ENDED")) == ["ENDED"]
 
 
 def test_two_lineages_are_named_and_one_can_be_chosen(site: Site, storage: Path) -> None:

@@ -23,14 +23,13 @@ from reft.core.membership.job_identity import JOB_NAME
 from reft.core.persist.stored_lineages import StoredLineage
 from reft.errors import FormatError, ReftError
 from reft.wire import stored_format as stored
-from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint
+from reft_daemon.persist.node_writer import stored_ranges
 from reft_daemon.persist.slot_copy import SlotRange, verify_file
 from reft_daemon.persist.storage_folder import StorageFolder
 
 TELL_BYTES: Final = 64 << 20  # between two lines of progress
-_END: Final = 1 << 62
 
 
 def main() -> None:
@@ -133,17 +132,17 @@ def verify_checkpoint(store: CheckpointStore, listed: ListedCheckpoint) -> None:
     """
     try:
         manifest = pb.Manifest.FromString(listed.manifest.job_manifest)
-        placement = placement_of(manifest)
+        ranges = {
+            rank: each for node in range(len(manifest.nodes)) for rank, each in stored_ranges(manifest, node).items()
+        }
     except (DecodeError, ValueError) as error:
         raise FormatError(f"the job's manifest can't be read: {error}.") from error
     files = store.indexes(listed)
-    if missing := set(range(manifest.world)) - set(files):
-        raise FormatError(f"the checkpoint has no file of rank {min(missing)}.")
+    if wrong := set(ranges).symmetric_difference(files):
+        raise FormatError(f"the checkpoint has no file of rank {min(wrong)}, or no such rank.")
     total, done, told = sum(file.nbytes for _, file in files.values()), 0, 0
     for rank, (folder, file) in sorted(files.items()):
-        part = placement.rank_placement(rank)
-        ranges = [SlotRange(0, part.parity_offset), SlotRange(part.unreplicated_offset, _END)]
-        for nbytes in verify_open(store, folder, file, ranges):
+        for nbytes in verify_open(store, folder, file, ranges[rank]):
             done += nbytes
             if done - told >= TELL_BYTES:
                 told = done
