@@ -34,7 +34,7 @@ def storage(tmp_path: Path) -> Path:
 
 
 def trained(
-    site: Site, storage: Path, world: int, *steps: int, daemons: Sequence[DaemonProcess] = ()
+    site: Site, storage: Path, world: int, *steps: int, daemons: Sequence[DaemonProcess] = (), **options: Any
 ) -> tuple[list[DaemonProcess], list[int]]:
     """Trains, and writes a checkpoint at about each of `steps`; then kills the job.
 
@@ -43,7 +43,7 @@ def trained(
     """
     daemons = list(daemons) or site.add(world, "--persist", str(storage))
     addresses = [daemon.address for daemon in daemons]
-    options = {"seal_at": list(steps), "pause_at": list(steps)}
+    options = {"seal_at": list(steps), "pause_at": list(steps), **options}
     job, written = Trainers(Spec(addresses[0], steps=STEPS, options=options), world, addresses), []
     for step in steps:
         job.wait_for(step)
@@ -117,6 +117,18 @@ def test_another_number_of_ranks_gets_what_memory_would_give(site: Site, storage
     assert [(each["began"], each["from"]) for each in results] == [(step, "storage")] * later
     assert [each["digests"] for each in results] == [each["digests"] for each in memory]
     assert [each["losses"] for each in results] == [each["losses"] for each in memory]
+
+
+@pytest.mark.parametrize("later", [2, 1])
+def test_state_that_exists_once_comes_back(site: Site, storage: Path, later: int) -> None:
+    """Nodes exchange parity of it in memory; on storage it lies once."""
+    lost, (step,) = trained(site, storage, 2, 5, own=True)
+    vanish(*lost)
+    daemons = site.add(later, "--persist", str(storage))
+    addresses = [each.address for each in daemons] * (2 // later)
+    check_equal(
+        run(Spec(addresses[0], steps=STEPS, options={"own": True}), 2, addresses), undisturbed(2, own=True), step
+    )
 
 
 def test_survivor_keeps_its_token_when_too_many_nodes_are_lost(site: Site, storage: Path) -> None:
