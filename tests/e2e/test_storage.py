@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from reft.wire.slot_format import read_head
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.storage_folder import StorageFolder
-from tests.support.daemons import DaemonProcess, Site, until, vanish
+from tests.support.commands import BIN
+from tests.support.daemons import ROOT, DaemonProcess, Site, until, vanish
 from tests.support.stored import persist, record_of
 from tests.support.trainers import Spec, Trainers, run
 
 STEPS = 12
+SCRIPT = ROOT / "tests/support/torchrun_storage.py"
+PATHS = (ROOT, ROOT / "daemon")
 
 
 @pytest.fixture
@@ -289,6 +293,29 @@ def test_newest_history_wins_over_the_greatest_step(site: Site, storage: Path, h
     check_equal([result], undisturbed(1), step)
     decision = messages.decision_from(record_of(daemon).decision)
     assert decision.epoch.counter == 3 and {first.epoch, second.epoch} <= set(decision.known)
+
+
+def test_torchrun_again_goes_on_from_storage(site: Site, storage: Path) -> None:
+    """Daemons, trainers and memory are gone; the same command ends as it would have."""
+
+    def torchrun(daemon: DaemonProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["torchrun", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        environment = {**os.environ, "REFT_DAEMON": daemon.address, "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+        return subprocess.run(
+            [str(BIN / command[0]), *command[1:], "--rdzv-id=run1", str(SCRIPT), *arguments],
+            capture_output=True, text=True, env=environment, timeout=120, check=False,
+        )  # fmt: skip
+
+    (daemon,) = site.add(1, "--persist", str(storage))
+    assert torchrun(daemon, str(storage)).returncode != 0
+    vanish(daemon)
+    (daemon,) = site.add(1, "--persist", str(storage))
+    again, (plain,) = torchrun(daemon), site.add(1)
+    assert again.returncode == 0, again.stderr
+    assert "job run1 GOES ON FROM STORAGE: step" in again.stderr
+    result, expected = (json.loads(each.stdout.splitlines()[-1]) for each in (again, torchrun(plain)))
+    assert result["from"] == "storage" and result["began"] in (5, 6)
+    assert result["digest"] == expected["digest"] and expected["began"] == 0
 
 
 def refused(daemon: DaemonProcess) -> str:
