@@ -98,7 +98,6 @@ LAYERS = {
         "registry",
         "membership",
         "peers",
-        "replay",
         "persist",
         "jobs",
         "mover",

@@ -109,6 +109,18 @@ def _drift(model: torch.nn.Module, rank: int, step: int, options: dict[str, Any]
             model[0].weight[0] += rank
 
 
+def _keep(session: reft.Session, step: int, options: dict[str, Any]) -> None:
+    """Waits for a whole step, and asks for a checkpoint, where the options say so.
+
+    Before the optimizer's step, at which a snapshot without a slot is dropped.
+    """
+    is_persisted = bool(step) and step % options.get("persist_each", step + 1) == 0
+    if is_persisted or step in options.get("seal_at", ()):
+        session.seal(timeout=60)
+    if is_persisted:
+        session.persist()
+
+
 def train(spec: dict[str, Any]) -> None:
     """Trains one rank from attach to close; writes its losses and digests to spec["out"]."""
     os.environ.update(spec["environment"], REFT_FAILPOINTS=spec["failpoints"])
@@ -138,12 +150,7 @@ def train(spec: dict[str, Any]) -> None:
     step_s, mark_began = 0.0, time.monotonic()
     for step in session.steps(spec["steps"]):
         longest = max(longest, step_s + time.monotonic() - mark_began)  # with its mark
-        if step in options.get("seal_at", ()):
-            # Before the optimizer's step, at which a snapshot without a slot is dropped.
-            session.seal(timeout=60)
-        if step and step % options.get("persist_each", step + 1) == 0:
-            session.seal(timeout=60)
-            session.persist()
+        _keep(session, step, options)
         started = time.monotonic()
         batch = torch.from_numpy(np.random.standard_normal((8, 16)).astype(np.float32))
         loss = wrapped(batch).square().mean()

@@ -170,8 +170,8 @@ class ChildProcess:
             return
         self.running, self._ended = None, running.process
         asyncio.get_running_loop().remove_reader(running.channel)
-        running.channel.close()
         running.process.kill()
+        running.channel.close()
         gone = ChildGone(f"the {self.name} ended before it answered.", "look at this daemon's log")
         waiting: list[asyncio.Future[Any]] = [running.ready, *running.waiting.values()]
         for answer in waiting:

@@ -200,7 +200,7 @@ class PersistService:
                 raise AttachError(f"job {job.id} was started again meanwhile.", "ask again")
             step = request.step
             if request.flush:
-                await self._settle(state, step)
+                await _settle(state, step)
         else:
             step = newest_step(pins, request.flush)
             if step < 0:
@@ -219,18 +219,6 @@ class PersistService:
             return False
         has_step = job.round is not None and job.round.outcome.whole >= 0
         return has_step and (self._flushed.get(job.id) != job.epoch or job.id in self._flushing)
-
-    @staticmethod
-    async def _settle(state: JobState, step: int) -> None:
-        """Returns once a step is on storage or given up, or after HOLD_S.
-
-        A node that flushes is answered by this, before the coordinator's daemon ends.
-        """
-        end_s = time.monotonic() + HOLD_S
-        while max(state.cadence.persisted, state.cadence.given_up) < step:
-            if time.monotonic() > end_s:
-                return
-            await asyncio.sleep(LOOK_S)
 
     async def flush(self) -> None:
         """Persists the newest whole step of each job, within the grace."""
@@ -432,3 +420,15 @@ def refusal(job: JobRecord, settings: PersistSettings | None) -> str:
     if not is_lineage(job.record.manifest.lineage):
         return f"job {job.id} was attached while no daemon had --persist."
     return ""
+
+
+async def _settle(state: JobState, step: int) -> None:
+    """Returns once a step is on storage or given up, or after HOLD_S.
+
+    A node that flushes is answered by this, before the coordinator's daemon ends.
+    """
+    end_s = time.monotonic() + HOLD_S
+    while max(state.cadence.persisted, state.cadence.given_up) < step:
+        if time.monotonic() > end_s:
+            return
+        await asyncio.sleep(LOOK_S)

@@ -50,9 +50,9 @@ from reft_daemon.jobs.parity import LocalLane
 from reft_daemon.mover.mover import Mover, ParityWriter, PullFailed, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
 from reft_daemon.mover.range_protocol import FRAME_S, RangeStatus
+from reft_daemon.peers.replay_service import ReplayService
+from reft_daemon.peers.replayer import Replayer
 from reft_daemon.peers.round_replicator import PeerChannels, reason_of
-from reft_daemon.replay.replay_service import ReplayService
-from reft_daemon.replay.replayer import Replayer
 
 log = logging.getLogger("reft.daemon")
 HOLD_S: Final = 60.0  # from the beginning of an attach to its decision, at most

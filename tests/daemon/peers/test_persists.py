@@ -208,7 +208,7 @@ def test_pins_that_cannot_be_recorded_write_nothing(job, monkeypatch):
     async def act(service: PersistService, storage: Storage) -> None:
         whole(job, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(job.arena, "write_pins", refuse)
+            patch.setattr(rounds, "write_pins", refuse)
             await ask(service, job)
             await asyncio.sleep(0.02)
             assert not storage.of("write") and pinned(job) == -1

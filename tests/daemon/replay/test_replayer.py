@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from reft.core.commit.slots import SlotState
-from reft_daemon.replay.replayer import Replayer, ReplayFailed
+from reft_daemon.peers.replayer import Replayer, ReplayFailed
 from tests.support.daemons import until
 from tests.support.parity import at
 from tests.support.replays import ReplayScene

@@ -22,8 +22,8 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
-from reft_daemon.replay.replay_order import OwnerFacts, owner_facts, replay_inputs, replay_order
-from reft_daemon.replay.replayer import Replayer, ReplayFailed
+from reft_daemon.peers.replay_order import OwnerFacts, owner_facts, replay_inputs, replay_order
+from reft_daemon.peers.replayer import Replayer, ReplayFailed
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S: Final = 30.0  # and the time at BYTES_PER_S

@@ -1,1 +1,0 @@
-"""Recomputes copies of other ranks' optimizer state, in a child process that has torch."""
