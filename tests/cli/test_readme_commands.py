@@ -136,3 +136,33 @@ def test_a_daemon_starts(command, said, tmp_path):
         os.killpg(daemon.pid, signal.SIGTERM)
         output = daemon.stdout.read() if daemon.stdout else ""
     assert daemon.returncode == 0 and said in output, output
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["reft-daemon --persist /shared/reft --persist-every 30m --keep 3 --keep-each 24h --flush-on-exit --grace 25s"],
+)
+def test_what_is_typed_of_checkpoints(command, tmp_path):
+    """The daemon flushes at its end, so a newer step is on storage then."""
+    storage = tmp_path / "storage"
+    reader = Reader(tmp_path, {"/shared/reft": str(storage)}, REFT_DIR=str(tmp_path / "slots"))
+    for folder in (storage, tmp_path / "run"):
+        folder.mkdir()
+    with reader.start(command) as daemon:
+        try:
+            socket = tmp_path / "run/daemon.sock"
+            until(lambda: socket.exists() or daemon.poll() is not None, what="its socket")
+            spec = Spec(f"unix:{socket}", job="run1", options={"seal_at": [4, 8], "pause_at": [4, 8]})
+            trainers = Trainers(spec)
+            trainers.wait_for(4)
+            assert "job run1: step 4 is on storage" in reader.run("reft-cli persist run1")
+            assert "step 4 (epoch 1)" in reader.run("reft-cli list run1")
+            trainers.let_go(4)
+            trainers.wait_for(8)
+            trainers.kill()
+        finally:
+            os.killpg(daemon.pid, signal.SIGTERM)
+        output = daemon.stdout.read() if daemon.stdout else ""
+    assert daemon.returncode == 0 and "step 8 (epoch 1) is on storage" in output, output
+    assert "step 8 (epoch 1)" in reader.run("reft-cli list /shared/reft")
+    assert "2 checkpoints read, 0 damaged." in reader.run("reft-cli verify /shared/reft")

@@ -92,6 +92,28 @@ def test_the_slurm_script_trains_and_leaves_nothing_behind(slurm, script, code, 
     assert not list(folder.glob("arena-*")), "daemons free their memory"
 
 
+def test_a_requeued_slurm_job_goes_on_from_storage(slurm, tmp_path):
+    """Daemons that get SIGTERM flush, also with --purge; the requeued job keeps its number."""
+    slurm |= {"NODES": "127.0.0.2", "SLURM_NNODES": "1", "TRAINING_NODES": "1"}
+    slurm |= {"REFT_PERSIST": str(tmp_path / "storage"), "REFT_FLUSH_ON_EXIT": "1", "REFT_GRACE": "25s"}
+    (tmp_path / "storage").mkdir()
+    for steps, said in ((20, "nothing held, starting fresh"), (30, "GOES ON FROM STORAGE: step 20 (epoch 1)")):
+        done = subprocess.run(
+            ["bash", DEPLOY / "train.sbatch", ROOT / "examples/ddp.py", "--steps", str(steps)],
+            env=slurm, capture_output=True, text=True, timeout=110, cwd=ROOT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and said in done.stderr, done.stderr
+        until(lambda: not living_processes(slurm), what="the end of all processes")
+
+
+def test_the_files_name_variables_that_exist():
+    known = {f"REFT_{option.name.upper()}" for option in daemon_command.params}
+    known |= {"REFT_DAEMON", "REFT_RUNTIME_DIR", "REFT_JOB", "REFT_DIR"}
+    texts = [path.read_text() for path in DEPLOY.iterdir() if path.suffix != ".md"]
+    named = {name for text in texts for name in re.findall(r"REFT_[A-Z_]+", text)}
+    assert {"REFT_PERSIST", "REFT_FLUSH_ON_EXIT"} <= named <= known
+
+
 @pytest.fixture
 def certificates(tmp_path) -> Path:
     if why_not():
