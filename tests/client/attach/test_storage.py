@@ -1,0 +1,73 @@
+"""The step storage as data: who reads what, which lineage, and what counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from reft.client.attach.plan import make_plan
+from reft.client.attach.storage import lineage_in
+from reft.client.attach.structure import readers_of
+from reft.core.commit.decision import Decision
+from reft.core.commit.version import Epoch, Version
+from reft.core.recovery import recovery
+from reft.core.recovery.recovery import RecoveryPlan
+from reft.errors import AttachError
+from reft.wire import messages
+from reft.wire.inventory import JobSurvey, StoredHistory
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.attaches import begun, description, introduction, reply, sealed, survey_of
+
+PLAN = begun("ab")
+BASE = Version(PLAN.decision.epoch, 3)
+SURVEY = survey_of(PLAN, {"a": [3], "b": [3]})
+
+
+def test_capsule_in_a_checkpoint_is_read_where_the_file_is_open() -> None:
+    on_a = {slot.rank: replace(slot, node="a", is_stored=True) for slot in SURVEY.held}
+    assert readers_of(introduction("ab"), SURVEY, RecoveryPlan(BASE, on_a)) == {1: 0}
+    in_memory = {slot.rank: slot for slot in SURVEY.held}
+    assert readers_of(introduction("ab"), SURVEY, RecoveryPlan(BASE, in_memory)) == {}
+
+
+def test_memory_is_read_rather_than_storage() -> None:
+    stored = [replace(slot, node="0", is_stored=True) for slot in SURVEY.held]
+    plan = recovery.plan([*stored, *SURVEY.held], SURVEY.copies, SURVEY.placements, SURVEY.decision)
+    assert plan.base == BASE and not any(source.is_stored for source in plan.sources.values())
+
+
+def test_new_epoch_is_above_all_of_storage() -> None:
+    header = sealed(0, 3, PLAN.decision.epoch)
+    header.stored = True
+    empty = {"a": reply("a"), "b": reply("b")}
+    empty["a"].slots.extend([header])
+    later = Decision(Epoch(7, b"7" * 16), BASE, (PLAN.decision.epoch,))
+    manifest = pb.Manifest()
+    manifest.CopyFrom(PLAN.manifest)
+    manifest.token, manifest.lineage = b"t" * 32, "0123456789abcdef"
+    storage = StoredHistory((PLAN.decision, later), later, BASE, manifest)
+    survey = JobSurvey(empty, storage=storage)
+    assert survey.decision == later and survey.inventory.history.failures == 0
+    plan = make_plan(description(introduction("ab")), survey, RecoveryPlan(BASE), (), b"n" * 16)
+    assert plan.decision.epoch.counter == 8
+    assert plan.decision.known == (later.epoch, PLAN.decision.epoch)
+    assert (plan.manifest.token, plan.manifest.lineage) == (manifest.token, manifest.lineage)
+
+
+def test_asked_lineage_must_be_that_of_memory() -> None:
+    decision = messages.decision_to(PLAN.decision)
+    version = messages.version_to(BASE)
+    listing = pb.StoredReply(
+        lineages=[
+            pb.StoredLineage(ident=ident * 16, decisions=[decision], checkpoints=[pb.StoredCheckpoint(version=version)])
+            for ident in "ab"
+        ]
+    )
+    memory = pb.Manifest(lineage="a" * 16)
+    known = lineage_in("job", listing, memory, "")
+    assert known is not None and known.ident == "a" * 16
+    with pytest.raises(AttachError, match=r"asks for lineage b{16} .* memory holds lineage a{16}"):
+        lineage_in("job", listing, memory, "b" * 16)
+    with pytest.raises(AttachError, match="2 lineages"):
+        lineage_in("job", listing, None, "")
