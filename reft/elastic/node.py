@@ -130,13 +130,15 @@ def free_under_slurm(address: str, job: str) -> None:
 
     It does so if the job runs under Slurm. Slurm kills the daemon together with the agent's step or
     batch script. A killed daemon can't free the slots later, and they would fill /dev/shm for the
-    next user.
+    next user. Checkpoints stay, and a later start under the job's name goes on from them.
     """
     if "SLURM_JOB_ID" not in os.environ:
         return
     with rpc.channel(address) as channel:
         try:
-            pb_grpc.DaemonStub(channel).Purge(pb.PurgeRequest(job=job), timeout=daemon_launcher.HELLO_DEADLINE_S)
+            pb_grpc.DaemonStub(channel).Purge(
+                pb.PurgeRequest(job=job, memory_only=True), timeout=daemon_launcher.HELLO_DEADLINE_S
+            )
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 say(f"the slots of job {job} stay in /dev/shm: {rpc.error_of(error, address)}")

@@ -418,7 +418,8 @@ class DaemonService(pb_grpc.DaemonServicer):
         job = self._registry.get(request.job)
         if job.is_live:
             raise ConfigError(f"job {job.id} is being trained.", "end its trainers first")
-        await self._registry.persists.end_lineage(job)
+        if not request.memory_only:
+            await self._registry.persists.end_lineage(job)
         return pb.PurgeReply(freed_bytes=self._registry.purge(job.id))
 
     @translated

@@ -995,10 +995,12 @@ class StatusReply(_message.Message):
     def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ..., beat_bytes_sent: _Optional[int] = ..., beats_sent: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., spare_limit_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., damaged_slots: _Optional[int] = ..., repaired_slots: _Optional[int] = ...) -> None: ...
 
 class PurgeRequest(_message.Message):
-    __slots__ = ("job",)
+    __slots__ = ("job", "memory_only")
     JOB_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_ONLY_FIELD_NUMBER: _ClassVar[int]
     job: str
-    def __init__(self, job: _Optional[str] = ...) -> None: ...
+    memory_only: bool
+    def __init__(self, job: _Optional[str] = ..., memory_only: bool = ...) -> None: ...
 
 class PurgeReply(_message.Message):
     __slots__ = ("freed_bytes",)

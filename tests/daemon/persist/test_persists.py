@@ -187,15 +187,16 @@ def test_with_two_slots_a_step_that_is_overwritten_is_given_up(start, trainer, r
     job.check(1, 5)
 
 
-def test_a_purge_ends_the_lineage(start, trainer, root):
+@pytest.mark.parametrize("memory_only", [False, True])
+def test_a_purge_ends_the_lineage_unless_only_memory_is_freed(start, trainer, root, memory_only):
     job = two_nodes(start, trainer, root).begin()
     job.seal(1)
     assert job.persist().done
     trainer.kill()
     until(lambda: not any(rank.alive for rank in job.daemons[0].status("job").ranks))
     assert not job.store.lineage(LINEAGE).has_ended
-    job.daemons[0].call("Purge", pb.PurgeRequest(job="job"), 30)
-    assert job.store.lineage(LINEAGE).has_ended
+    job.daemons[0].call("Purge", pb.PurgeRequest(job="job", memory_only=memory_only), 30)
+    assert job.store.lineage(LINEAGE).has_ended is not memory_only
 
 
 def test_a_flush_on_sigterm_persists_the_newest_whole_step(start, trainer, root):
