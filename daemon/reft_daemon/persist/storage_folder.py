@@ -115,25 +115,29 @@ class StorageFolder:
     Args:
         path: the folder.
         calls: the calls of `os`.
+        root: the storage itself, above this folder; None: the folder is the storage.
     """
 
-    def __init__(self, path: Path, calls: StorageCalls = os) -> None:
+    def __init__(self, path: Path, calls: StorageCalls = os, root: Path | None = None) -> None:
         self.path = path
         self._calls = calls
+        self._root = root or path
 
     def folder(self, name: str) -> StorageFolder:
         """Returns a folder in this one; it need not exist."""
-        return StorageFolder(self.path / name, self._calls)
+        return StorageFolder(self.path / name, self._calls, self._root)
 
     def make(self) -> None:
-        """Makes the folder, and all above it that are missing, durable.
+        """Makes the folder, and those between the storage and the folder, durable.
 
         Raises:
-            OSError: a folder can't be made.
+            OSError: a folder can't be made. The storage itself is never made: where nothing is
+                mounted, checkpoints would go to another disk, and hide the real ones.
         """
         missing = []
         path = self.path
-        while not self._exists(path):
+        self._calls.stat(self._root)
+        while path != self._root and not self._exists(path):
             missing.append(path)
             path = path.parent
         for each in reversed(missing):

@@ -387,6 +387,19 @@ def test_storage_that_can_not_be_listed_is_not_empty(tmp_path: Path) -> None:
         _store(tmp_path, FaultyStorage(tmp_path, storage.fail("list", errno.ESTALE))).lineages()
 
 
+def test_storage_that_is_gone_is_not_made_anew(tmp_path: Path, slots: list[Slot]) -> None:
+    root = tmp_path / "mount"
+    root.mkdir()
+    store = _store(root)
+    _persist(store, slots)
+    root.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError):
+        store.put_decision(LINEAGE, DECISION)
+    with pytest.raises(FileNotFoundError):
+        _drain(store.write_node(LINEAGE, replace(VERSION, step=50), 0, 0, [slots[0].source]))
+    assert not root.exists()
+
+
 def test_checkpoint_of_another_job_or_name_is_not_read(tmp_path: Path, slots: list[Slot]) -> None:
     _persist(_store(tmp_path), slots)
     lineage = tmp_path / "run" / LINEAGE
