@@ -132,7 +132,7 @@ def run(tmp_path):
 
         before = len(os.listdir("/proc/self/fd"))
         asyncio.run(main())
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before  # earlier tests may leave some that go meanwhile
 
     return running
 
