@@ -18,6 +18,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from reft.core.commit.version import Epoch, Version
+
 MESSAGE_MAX: Final = 64 << 10
 DESCRIPTORS_MAX: Final = 64  # of one message
 
@@ -56,3 +58,14 @@ def receive_message(channel: socket.socket) -> tuple[ControlMessage, list[int]] 
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(body[: len(body) - len(body) % descriptors.itemsize])
     return (json.loads(data), list(descriptors)) if data else None
+
+
+def version_of(fields: Sequence[object]) -> Version:
+    """Returns the version of the fields of a message, see `fields_of`."""
+    counter, ident, step = fields
+    return Version(Epoch(int(str(counter)), bytes.fromhex(str(ident))), int(str(step)))
+
+
+def fields_of(version: Version) -> tuple[int, str, int]:
+    """Returns a version as fields of a message."""
+    return version.epoch.counter, version.epoch.ident.hex(), version.step

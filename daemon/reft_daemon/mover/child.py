@@ -23,11 +23,10 @@ from typing import Final
 import numpy as np
 
 from reft.core.coding.exchange import PieceSizes
-from reft.core.commit.version import Epoch, Version
 from reft.errors import ReftError
 from reft.wire.shm import map_file
 from reft.wire.slot_format import SlotMap, chunk_digest
-from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message
+from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message, version_of
 from reft_daemon.mover import range_client
 from reft_daemon.mover.range_client import MoverAddress, RangePull, SourceRefused
 from reft_daemon.mover.range_protocol import BrokenConnection
@@ -227,14 +226,3 @@ class CommandServer:
                 if untold_bytes >= TELL_BYTES or count[0] == len(pull.ranges):
                     self._tell({"moved": message["id"], "bytes": untold_bytes})
                     untold_bytes = 0
-
-
-def version_of(fields: Sequence[object]) -> Version:
-    """Returns the version of the fields of a message, see `fields_of`."""
-    counter, ident, step = fields
-    return Version(Epoch(int(str(counter)), bytes.fromhex(str(ident))), int(str(step)))
-
-
-def fields_of(version: Version) -> tuple[int, str, int]:
-    """Returns a version as fields of a message."""
-    return version.epoch.counter, version.epoch.ident.hex(), version.step

@@ -33,8 +33,7 @@ from reft.errors import AttachError, ReftError
 from reft.wire.tls import Tls
 from reft_daemon.arena.arena import SlotFile
 from reft_daemon.child.child_process import CANCEL_S, START_S, ChildGone, ChildProcess, RunningProcess
-from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage
-from reft_daemon.mover.child import fields_of
+from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage, fields_of
 from reft_daemon.mover.range_client import RangePull
 from reft_daemon.mover.range_protocol import TICKET_BYTES, RangeStatus
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
 
-from reft.wire.process import set_oom_score
+from reft_daemon.child.child_setup import become_child
 from reft_daemon.persist.child import StorageServer
 from reft_daemon.persist.storage_folder import StorageFolder
 
 OOM_SCORE = 900  # a lost persister costs one attempt
 NICE = 19
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -27,11 +24,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     settings = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    set_oom_score(OOM_SCORE)
-    os.nice(NICE)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a signal to the group is for the daemon, whose end ends this process
+    become_child(OOM_SCORE, NICE)
     channel = socket.socket(fileno=settings.channel)
     try:
         StorageServer(channel, StorageFolder(settings.root)).run()

@@ -19,13 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from reft.core.commit.decision import Decision
-from reft.core.commit.version import Epoch, Version
 from reft.core.persist.retention import RetentionSettings
 from reft.errors import FormatError, ReftError
 from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message
+from reft_daemon.child.control_channel import ControlMessage, fields_of, receive_message, send_message, version_of
 from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource, read_head, verify_file
 from reft_daemon.persist.storage_folder import StorageFolder
@@ -227,14 +226,3 @@ def text_of(descriptor: int) -> bytes:
 def decision_of(text: str) -> Decision:
     """Returns the decision of a message's field."""
     return messages.decision_from(pb.Decision.FromString(bytes.fromhex(text)))
-
-
-def version_of(fields: Sequence[Any]) -> Version:
-    """Returns the version of a message's field, see `fields_of`."""
-    counter, ident, step = fields
-    return Version(Epoch(int(counter), bytes.fromhex(ident)), int(step))
-
-
-def fields_of(version: Version) -> tuple[int, str, int]:
-    """Returns a version as fields of a message."""
-    return version.epoch.counter, version.epoch.ident.hex(), version.step

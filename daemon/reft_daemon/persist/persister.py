@@ -33,8 +33,8 @@ from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft_daemon.child.child_process import ChildGone, ChildProcess, RunningProcess
-from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage
-from reft_daemon.persist.child import fields_of, text_of, version_of
+from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage, fields_of, version_of
+from reft_daemon.persist.child import text_of
 from reft_daemon.persist.slot_copy import SlotSource
 
 STALL_S: Final = 60.0  # without progress of a command

@@ -37,8 +37,7 @@ from reft.wire import stored_format as stored
 from reft.wire.slot_format import slot_of_head
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import STORED, SlotFile
-from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage
-from reft_daemon.persist.child import version_of
+from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage, version_of
 from reft_daemon.persist.persister import Persister, StorageFailed
 
 LIST_S: Final = 60.0  # for one answer

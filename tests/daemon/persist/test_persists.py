@@ -21,7 +21,9 @@ from tests.support.persisted import LINEAGE, PersistedJob, persister_of, persist
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    return tmp_path / "storage"
+    folder = tmp_path / "storage"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture
