@@ -251,5 +251,5 @@ def _hex(value: object, nbytes: int) -> str:
 
 def _list(value: object, limit: int) -> list[Any]:
     if not isinstance(value, list) or len(value) > limit:
-        raise ValueError(f"{value!r:.40} is no list of at most {limit} entries")
+        raise ValueError(f"{value!r:.40} must be a list with at most {limit} entries")
     return value

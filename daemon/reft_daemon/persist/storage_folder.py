@@ -187,7 +187,7 @@ class StorageFolder:
         self.sync()
 
     def put_if_absent(self, name: str, text: bytes) -> bool:
-        """Writes a small file that nobody has written before; returns whether it is this one.
+        """Writes a small file unless the file exists; returns whether this call wrote the file.
 
         Args:
             name: the file's name.

@@ -58,7 +58,7 @@ def take_inventory(
     survey = JobSurvey(replies, before=before)
     absent = survey.absent(introduction.nodes)
     if not absent or not any(reply.HasField("decision") for reply in replies.values()):
-        return survey  # nobody has the token to ask
+        return survey  # no node that answered has the token, which the absent nodes ask for
     job, launch = introduction.job.id, introduction.ranks.first.identity.launch
     asker = asker_of(introduction.nodes, replies)
     ask_absent = AbsentNodeSurvey(

@@ -128,7 +128,7 @@ class RecordWriter:
         Args:
             mark: the mark.
             updated: the optimizers that have stepped since the mark before.
-            gap: why there is no record of the mark; empty if there shall be one.
+            gap: why the mark gets no record; empty: the mark gets one.
         """
         return self._thread.submit(lambda: self._finish(mark, updated, gap))
 
