@@ -52,10 +52,15 @@ class Moment:
         step = chance.randrange(8, 16) + (12 if kind == "turn" else 0)  # a mover is to be stopped before
         return cls(kind, chance.randrange(4), step, chance.randrange(3), chance.random() < 0.5)
 
+    def other(self) -> int:
+        """Returns another rank: that of the stopped mover, or of the trainer that is killed."""
+        return (self.rank + 1) % 4
+
     def failpoint(self, losses: int) -> str:
         """Returns the failpoint of a moment after so many losses, each of which began an epoch."""
-        if self.kind == "restore":
-            return stop_at("restore.chunk", rank=self.rank, epoch=losses + 2)
+        if self.kind == "restore":  # another rank stands still and is killed, so training doesn't end before
+            killed = stop_at("snapshot.landed", rank=self.other(), step=self.step, epoch=losses + 1)
+            return f"{killed},{stop_at('restore.chunk', rank=self.rank, epoch=losses + 2)}"
         point, after = ("snapshot.chunk", self.after) if self.kind == "snapshot" else ("snapshot.landed", 0)
         return stop_at(point, rank=self.rank, step=self.step, epoch=losses + 1, after=after)
 
@@ -83,10 +88,11 @@ def lose_at(nodes: Nodes, moment: Moment, base: int) -> tuple[float, int]:
     protected = nodes.protected("job")
     standing: list[psutil.Process] = []
     if moment.kind == "restore":
-        nodes.await_step(moment.step)
-        nodes.kill_ranks((moment.rank + 1) % nodes.world)
+        nodes.await_stop()
+        nodes.kill_ranks(moment.other())
+        nodes.until(lambda: not nodes.stopped(), "the end of the killed rank")
     if moment.kind == "turn":
-        standing = movers(nodes.trainers()[(moment.rank + 1) % nodes.world].environ()[NODE_MARK])
+        standing = movers(nodes.trainers()[moment.other()].environ()[NODE_MARK])
         assert standing, "a daemon of an exchanging job has a mover"
         for each in standing:
             each.suspend()

@@ -29,6 +29,10 @@ class CannotReplay(ReftError):
     """This node lacks something that the replayer needs."""
 
 
+class LateRecord(CannotReplay):
+    """A record is not sealed yet; no later one is, so the record may still come."""
+
+
 class OwnerFacts(NamedTuple):
     """What the manifest says of a rank whose section is copied here.
 
@@ -93,6 +97,7 @@ def replay_inputs(job: JobRecord, local: LocalLane, version: Version) -> ReplayI
     """Returns what this node holds to make the copies of `version`.
 
     Raises:
+        LateRecord: the last records are not sealed yet.
         CannotReplay: something is missing.
     """
     base = parity.kept_version(job)
@@ -106,7 +111,8 @@ def replay_inputs(job: JobRecord, local: LocalLane, version: Version) -> ReplayI
         raise CannotReplay(f"the copies of {base} are not at hand.")
     marks, records = range(base.step + 1, version.step + 1), sealed_records(job, local.rank)
     if missing := [mark for mark in marks if mark not in records]:
-        raise CannotReplay(f"the record of mark {missing[0]} is missing.")
+        refusal = CannotReplay if max(records, default=-1) > missing[0] else LateRecord
+        raise refusal(f"the record of mark {missing[0]} is missing.")
     pairs = []
     for member in local.lane.copied_members(local.member):
         rank = local.lane.members[member]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,12 +23,21 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
-from reft_daemon.peers.replay_order import OwnerFacts, owner_facts, replay_inputs, replay_order
+from reft_daemon.peers.replay_order import (
+    LateRecord,
+    OwnerFacts,
+    ReplayInputs,
+    owner_facts,
+    replay_inputs,
+    replay_order,
+)
 from reft_daemon.peers.replayer import Replayer, ReplayFailed
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S: Final = 30.0  # and the time at BYTES_PER_S
 BYTES_PER_S: Final = 20e6  # the slowest replay that is waited for
+RECORDS_S: Final = 2.0  # for records that are sealed after the step is whole
+RECORDS_POLL_S: Final = 0.05
 
 
 @dataclass
@@ -122,7 +132,7 @@ class ReplayService:
     async def _replay(
         self, job: JobRecord, local: LocalLane, version: Version, slot: SlotFile, lane: LaneReplay
     ) -> None:
-        inputs = replay_inputs(job, local, version)
+        inputs = await _inputs(job, local, version)
         manifest = job.record.manifest
         # Layouts of many leaves take a while, and rounds must go on.
         if lane.owners is None or lane.owners[0] != job.epoch:
@@ -142,3 +152,22 @@ class ReplayService:
             how = f"is made by the exchange: {reason}" if reason else "is recomputed here, as its owners sealed it"
             log.info("job=%s lane=%d %s %s", job.id, local.number, version, how)
         lane.reason = reason
+
+
+async def _inputs(job: JobRecord, local: LocalLane, version: Version) -> ReplayInputs:
+    """Returns what this node holds; waits for records that may still come.
+
+    A trainer seals the record and the snapshot of a mark in two threads. Where cores are busy, the
+    step may be whole before its record is sealed.
+
+    Raises:
+        CannotReplay: something is missing.
+    """
+    deadline_s = time.monotonic() + RECORDS_S
+    while True:
+        try:
+            return replay_inputs(job, local, version)
+        except LateRecord:
+            if time.monotonic() > deadline_s:
+                raise
+        await asyncio.sleep(RECORDS_POLL_S)

@@ -28,6 +28,8 @@ from reft_daemon.jobs.capsule_replication import node_placement
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.mover.mover import Mover, MoverSettings
+from reft_daemon.peers import replay_service
+from reft_daemon.peers.replay_order import CannotReplay, replay_inputs
 from reft_daemon.peers.turns import TurnService
 from tests.support.exchange import CHUNK, SLOTS, leaf
 from tests.support.jobs import epoch_of
@@ -96,7 +98,12 @@ class ReplayNodes:
         self.mark += 1
         for owner in self.owners:
             owner.update()
-        for rank, job in enumerate(self.jobs if recorded else ()):
+        if recorded:
+            self.record()
+
+    def record(self) -> None:
+        """Seals the records of the last mark."""
+        for rank, job in enumerate(self.jobs):
             slot = job.slots.records[f"record-{rank}.slot-{self.mark % RECORDS}"]
             copied = [self.owners[(rank + 1) % COUNT]]
             version = Version(job.epoch, self.mark)
@@ -233,6 +240,38 @@ def test_what_can_not_be_recomputed_is_made_by_the_mover_in_the_same_turn(play):
         lanes = await nodes.turn()
         assert "the record of mark" in lanes[0].reason and "has changed in memory" in lanes[0].reason
         assert reasons(lanes)[1:] == ["", ""]
+
+    play(act)
+
+
+def test_records_that_are_sealed_after_the_step_is_whole_are_waited_for(play, monkeypatch):
+    monkeypatch.setattr(replay_service, "RECORDS_S", 1000.0)
+    looks: list[Exception] = []
+
+    async def act(nodes: ReplayNodes) -> None:
+        def look(*arguments: Any) -> Any:
+            try:
+                return replay_inputs(*arguments)
+            except CannotReplay as error:
+                looks.append(error)
+                if len(looks) == 3 * COUNT:
+                    nodes.record()
+                raise
+
+        await nodes.attach()
+        await nodes.step()
+        await nodes.step()
+        monkeypatch.setattr(replay_service, "replay_inputs", look)
+        nodes.train(recorded=False)
+        nodes.snapshot()
+        assert reasons(await nodes.turn()) == [""] * COUNT
+        assert {str(each) for each in looks} == {"the record of mark 3 is missing."}
+
+        nodes.train(recorded=False)
+        nodes.previous = [NO_RECORD] * COUNT
+        assert set(reasons(await nodes.step())) == {"the record of mark 4 is missing."}, (
+            "and no longer if a later one is"
+        )
 
     play(act)
 
