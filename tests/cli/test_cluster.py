@@ -20,6 +20,7 @@ def forked(monkeypatch):
     monkeypatch.setattr(demo, "spawn", forking(demo.spawn))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_training_continues_after_a_stopped_daemon_and_a_killed_rank():
     with Cluster(nodes=2, ranks_per_node=1) as cluster:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,27 +26,30 @@ from reft_daemon.arena.arena import Arena
 from reft_daemon.main import OOM_SCORE, check_listen
 from reft_daemon.registry import PAUSE_S, Registry
 from reft_daemon.server.service import DaemonIdentity, DaemonService
+from tests.support.daemon_forks import daemon_fork
 from tests.support.daemons import ROOT, DaemonProcess, until
 from tests.support.jobs import Job, registry_of, slot_path
 
 IS_ROOT = os.getuid() == 0
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def executed(monkeypatch):
-    """Starts the daemons of this module as users start them: `python -m reft_daemon`."""
+    """Starts the daemons of a test as users start them: `python -m reft_daemon`."""
     monkeypatch.setattr(DaemonProcess, "is_forked", False)
 
 
 def run(*flags: object, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """Runs a daemon that should not start; returns the exit code and the output."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
-    done = subprocess.run(
-        [sys.executable, "-m", "reft_daemon", *map(str, flags)], capture_output=True, text=True, timeout=30,
-        env={**os.environ, "PYTHONPATH": path, **(environment or {})}, check=False,
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr
-    return done.returncode, done.stderr + done.stdout
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        fork = daemon_fork([*map(str, flags)], {**os.environ, **(environment or {})}, Path(log.name))
+        try:
+            code = fork.wait(30)
+        finally:
+            fork.kill()
+        text = log.read()
+    assert "Traceback" not in text
+    return code, text
 
 
 @pytest.fixture
@@ -263,6 +267,7 @@ def test_only_its_owner_can_open_the_sockets_and_the_slots(daemon, trainer):
     assert (daemon.folder / "job").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.usefixtures("executed")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_keeps_slots_and_removes_sockets(daemon, trainer, number):
     names = Job([(daemon, [0])]).decide().lease(0, trainer.pid)
@@ -371,6 +376,7 @@ def test_a_restart_takes_another_port_if_the_earlier_one_is_in_use(start):
     assert second != first
 
 
+@pytest.mark.usefixtures("executed")
 def test_the_daemon_is_ended_last_when_memory_is_short(start):
     """If the kernel lets it: a lower score needs CAP_SYS_RESOURCE."""
     program = f"import sys; from reft.wire.process import set_oom_score; sys.exit(not set_oom_score({OOM_SCORE}))"

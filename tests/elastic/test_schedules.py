@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support import elastic_train
 
 SCHEDULE = [4] * 5 + [3] * 5 + [4] * 5  # worker counts, step by step
@@ -22,6 +24,7 @@ def losses(share: int = 0) -> list[float]:
     return losses_by_step
 
 
+@pytest.mark.slow
 def test_a_schedule_of_worker_counts_does_not_change_the_losses():
     expected = list(elastic_train.alone(len(SCHEDULE)))
     assert losses() == expected

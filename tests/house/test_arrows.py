@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.syntax import tree
+
 ROOT = Path(__file__).resolve().parents[2]
 
 MOST_ENTRIES = 14  # files and folders directly in a package
@@ -114,6 +116,11 @@ class Import(NamedTuple):
     late: bool  # in a function, or for a type checker only: does not run at import of the module
 
 
+def _name_of(function: ast.expr) -> str:
+    """Returns the last name of a called function; empty: none."""
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
 def imports(source: str, module: str, is_package: bool = False) -> list[Import]:
     """Returns every import, with absolute names; `from a import b` counts as a.b."""
     imported: list[Import] = []
@@ -129,7 +136,7 @@ def imports(source: str, module: str, is_package: bool = False) -> list[Import]:
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parents, base] if base else parents)
             names = [f"{base}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _name_of(node.func) == "import_module":
             names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
         imported.extend(Import(name, node.lineno, late) for name in names)
         late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
@@ -137,7 +144,7 @@ def imports(source: str, module: str, is_package: bool = False) -> list[Import]:
         for child in ast.iter_child_nodes(node):
             visit(child, late)
 
-    visit(ast.parse(source), late=False)
+    visit(tree(source), late=False)
     return imported
 
 

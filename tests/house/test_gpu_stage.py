@@ -26,9 +26,8 @@ runpy.run_path({script!r}, run_name="__main__")
 MISSING = ("grpc", "google.protobuf", "xxhash", "psutil")
 
 
-@pytest.mark.parametrize(
-    "missing", [pytest.param((), id="full", marks=pytest.mark.slow), pytest.param(MISSING, id="bare")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [pytest.param((), id="full"), pytest.param(MISSING, id="bare")])
 def test_the_bench_of_one_stage_runs(missing, tmp_path):
     code = BARE.format(missing=missing, script=str(ROOT / "bench" / "gpu_stage.py"))
     target = tmp_path / "figures.json"

@@ -14,6 +14,7 @@ import pytest
 
 from tests.house.test_arrows import ROOT, arrows_of, modules
 from tests.house.test_words import sources
+from tests.support.syntax import classes_of
 
 MOST_ATTRIBUTES = 15  # of an object, with those of its base classes
 MOST_METHODS = 20  # that the class itself defines: properties and __init__ count
@@ -62,12 +63,7 @@ def large_classes(texts: Mapping[str, str]) -> list[str]:
     Args:
         texts: path → the module's text. Bases are found by name: no class name is used twice.
     """
-    classes = [
-        (path, node)
-        for path, text in texts.items()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef)
-    ]
+    classes = [(path, node) for path, text in texts.items() for node in classes_of(text)]
     by_name = {node.name: node for _, node in classes}
 
     def attributes(node: ast.ClassDef) -> set[str]:

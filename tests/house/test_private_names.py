@@ -13,6 +13,7 @@ from reft.elastic import torch_internals as elastic_internals
 from reft.private_names import versions
 from tests.house.test_words import sources
 from tests.support.commands import ROOT
+from tests.support.syntax import tree
 
 HOMES = ("reft/client/torch_internals.py", "reft/elastic/torch_internals.py")
 # Adapters for trainers read private names of these trainers, and check them.
@@ -32,10 +33,10 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PARTS = {"startswith", "endswith", "removeprefix", "removesuffix"}
 
 
-def defined(tree: ast.AST) -> set[str]:
+def defined(module: ast.AST) -> set[str]:
     """Returns the names that a module defines: its own, and those of its classes."""
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -55,17 +56,17 @@ def foreign_names(text: str) -> list[str]:
     Finds `x._name`, imports of private names and modules, and texts that are a private name, as in
     getattr(x, "_name"). A subclass may use private names of its base class as `self._name`.
     """
-    tree = ast.parse(text)
-    own = defined(tree)
+    module = tree(text)
+    own = defined(module)
     parts = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(module):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PARTS:
             parts |= {id(argument) for argument in node.args}
         elif isinstance(node, ast.JoinedStr):
             parts |= {id(value) for value in node.values}
     return [
         f"{line}: {name}"
-        for node in ast.walk(tree)
+        for node in ast.walk(module)
         if id(node) not in parts
         for line, name in found(node)
         if name.rpartition(".")[2] not in own and not SPARED.fullmatch(name)

@@ -303,6 +303,7 @@ def test_every_random_generator_continues_after_a_restore(attach):
     assert (random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.rand(3).tolist()) == expected
 
 
+@pytest.mark.slow
 def test_two_thousand_tiny_leaves(attach):
     def make():
         model = nn.ParameterList([torch.randn(3) for _ in range(2000)])

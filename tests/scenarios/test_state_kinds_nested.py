@@ -76,6 +76,7 @@ def test_lbfgs(attach, steps):
     assert other["n_iter"] == state["n_iter"] and len(other["old_dirs"]) == len(state["old_dirs"])
 
 
+@pytest.mark.slow
 def test_lbfgs_of_130_000_parameters(attach):
     """Its history was too large for a capsule from 1,300 parameters on."""
 

@@ -30,7 +30,7 @@ class CannotReplay(ReftError):
 
 
 class LateRecord(CannotReplay):
-    """A record is not sealed yet; no later one is, so the record may still come."""
+    """A record may still come: no later one is sealed."""
 
 
 class OwnerFacts(NamedTuple):

@@ -47,7 +47,12 @@ def test_every_tolerated_loss_is_restored(D, f, scheme):
 WIDE = [(D, f, scheme) for D in range(6, 9) for f in range(1, 4) for scheme in ("aec", "arc")]
 
 
-@pytest.mark.parametrize(("D", "f", "scheme"), WIDE)
+WIDEST = pytest.mark.slow  # 56 to 92 losses
+
+
+@pytest.mark.parametrize(
+    ("D", "f", "scheme"), [pytest.param(*each, marks=[WIDEST] * (each[0] > 6 and each[1] == 3)) for each in WIDE]
+)
 def test_every_tolerated_loss_is_restored_in_wide_groups(D, f, scheme):
     """As above, with less state."""
     every_loss(Job(D, scheme, f, few()), f)

@@ -55,7 +55,10 @@ def walk(size: Size, rules: Rules, paths: int, seed: int = 1) -> Model:
     return model
 
 
-@pytest.mark.parametrize("name", PATHS)
+LONGEST = ("two attaches in other shapes", "losses, and more turns of a step", "three nodes")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONGEST)) for name in PATHS])
 def test_the_rules_hold_on_long_paths(name):
     size, paths = PATHS[name]
     model = walk(size, Rules(), paths)

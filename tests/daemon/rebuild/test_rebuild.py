@@ -150,7 +150,7 @@ def rebuilt_slot(daemon: DaemonProcess, rank: int) -> Path:
 
 
 @pytest.mark.timeout(400)  # 15 pairs of nodes, each killed and started again
-@pytest.mark.parametrize(("nodes", "f"), [(4, 1), (6, 2)])
+@pytest.mark.parametrize(("nodes", "f"), [(4, 1), pytest.param(6, 2, marks=pytest.mark.slow)])
 def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
     daemons = cluster(start, nodes)
     held = Held(daemons, f).end()
