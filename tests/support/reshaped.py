@@ -2,6 +2,8 @@
 
 save:  train some steps ─► session.seal, torch.distributed.checkpoint.save
 load:  attach ─► compare bits with torch.distributed.checkpoint.load ─► train on, save again
+
+torch's ZeroRedundancyOptimizer has no such checkpoints: one rank saves what it consolidates.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import reft
@@ -66,7 +69,7 @@ class SharedLoader(Loader):
 def build(kind: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns a model of a kind, e.g.
 
-    "ddp", "fsdp2", "hsdp2x2", "tp2xdp2", "pp2", and its optimizer, e.g. "fsdp2+lion".
+    "ddp", "zero1", "fsdp2", "hsdp2x2", "tp2xdp2", "pp2", and its optimizer, e.g. "fsdp2+lion".
     """
     torch.manual_seed(1)
     kind, _, foreign = kind.partition("+")
@@ -75,7 +78,7 @@ def build(kind: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Opti
         per = LAYERS // world
         names = names[rank * per : (rank + 1) * per]
     model: nn.Module = Net(names)
-    if kind == "ddp" and world > 1:
+    if kind in ("ddp", "zero1") and world > 1:
         model = nn.parallel.DistributedDataParallel(model)
     elif kind == "fsdp2" or kind.startswith("hsdp"):
         _shard(model, kind, world)
@@ -84,6 +87,8 @@ def build(kind: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Opti
     weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+    if kind == "zero1":
+        return model, ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1e-2)
     return model, FOREIGN[foreign](groups, lr=1e-2) if foreign else torch.optim.AdamW(groups, lr=1e-2)
 
 
@@ -133,13 +138,37 @@ def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, loader: 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Returns the bytes of every local tensor of the state, by name."""
     by_name = {}
+    held = getattr(optimizer, "optim", optimizer).state
     for name, parameter in model.named_parameters():
         plain = name.removeprefix("module.")
         by_name[plain] = parameter
-        for key, value in optimizer.state[parameter].items():
+        for key, value in held.get(parameter, {}).items():
             by_name[f"{plain}.{key}"] = value
     local = {name: getattr(value, "_local_tensor", value).detach() for name, value in by_name.items()}
     return {name: value.contiguous().reshape(-1).view(torch.uint8).clone() for name, value in local.items()}
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+    """Writes torch's own checkpoint."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+        if dist.get_rank() == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        return
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+    """Loads torch's own checkpoint, of any number of ranks."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        whole = torch.load(path)
+        model.load_state_dict(whole["model"])
+        optimizer.load_state_dict(whole["optimizer"])
+        return
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def random_digest() -> str:
@@ -169,9 +198,7 @@ def run(spec: dict[str, Any]) -> None:
     if options.get("load"):
         with torch.random.fork_rng():
             other, fresh = build(kind, rank, world)
-        state = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
-        dcp.load(state, checkpoint_id=options["load"], no_dist=world == 1)
-        set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        load(other, fresh, options["load"])
         mine, theirs = tensors(model, optimizer), tensors(other, fresh)
         result["unlike"] = [name for name in theirs if not torch.equal(mine.get(name, torch.empty(0)), theirs[name])]
         result["compared"] = len(theirs), sum(value.numel() for value in theirs.values())
@@ -189,8 +216,7 @@ def run(spec: dict[str, Any]) -> None:
     sealed = session.seal(timeout=60)
     result["sealed"] = [sealed.whole, sealed.step]
     if options.get("save"):
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(state, checkpoint_id=options["save"], no_dist=world == 1)
+        save(model, optimizer, options["save"])
     result["stats"] = session.stats()
     session.close()
     Path(spec["out"]).write_text(json.dumps(result))
