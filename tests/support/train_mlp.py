@@ -121,6 +121,13 @@ def _keep(session: reft.Session, step: int, options: dict[str, Any]) -> None:
         session.persist()
 
 
+def _tell(out: Path, step: int) -> None:
+    """Writes the step, and adds the time to those of all steps."""
+    out.with_suffix(".step").write_text(str(step))
+    with open(out.with_suffix(".times"), "a") as file:
+        file.write(f"{time.monotonic()}\n")
+
+
 def train(spec: dict[str, Any]) -> None:
     """Trains one rank from attach to close; writes its losses and digests to spec["out"]."""
     os.environ.update(spec["environment"], REFT_FAILPOINTS=spec["failpoints"])
@@ -164,7 +171,7 @@ def train(spec: dict[str, Any]) -> None:
         PACE.wait(options.get("step_s", 0))
         step_s = time.monotonic() - started
         if options.get("tells"):
-            Path(spec["out"]).with_suffix(".step").write_text(str(step))
+            _tell(Path(spec["out"]), step)
         _pause(spec, step)
         if step == options.get("die_at", -1) and (session.restored_from is None or options.get("dies_again")):
             os.kill(os.getpid(), 9)

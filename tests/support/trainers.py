@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,12 @@ class Trainers:
         """Returns the step of a rank, if options["tells"] makes it write its steps."""
         path = self.folder / f"{rank}.step"
         return int(path.read_text() or 0) if path.exists() else 0
+
+    def longest_step(self, began_s: float, ended_s: float, rank: int = 0) -> float:
+        """Returns the longest step between two times; needs options["tells"]."""
+        lines = (self.folder / f"{rank}.times").read_text().splitlines()
+        times = [began_s, *(at_s for at_s in map(float, lines) if began_s < at_s < ended_s), ended_s]
+        return max(later - earlier for earlier, later in pairwise(times))
 
     def let_go(self, step: int) -> None:
         """Lets every rank go on from `step`."""

@@ -53,6 +53,7 @@ class PersistRun:
 
     Attributes:
         began_s: when it began.
+        moved_s: when a node last said that storage has taken something.
         replies: node → its newest reply.
         record: manifest and decision of the version.
     """
@@ -63,11 +64,13 @@ class PersistRun:
     writer: NodeWriter
     peers: PeerChannels
     began_s: float = field(default_factory=time.monotonic)
+    moved_s: float = field(init=False)
     replies: dict[int, pb.PersistReply] = field(default_factory=dict)
     record: pb.JobRecord = field(init=False)
 
     def __post_init__(self) -> None:
         self.record = self.job.record  # an attach replaces the job's record by another one
+        self.moved_s = self.began_s
 
     @property
     def written_bytes(self) -> int:
@@ -111,7 +114,8 @@ class PersistRun:
                     ) from error
                 await asyncio.sleep(POLL_S)
                 continue
-            heard_s, self.replies[index] = time.monotonic(), reply
+            heard_s = time.monotonic()
+            self._note(index, reply, heard_s)
             if reply.index_digest:
                 return stored.StoredNode(index, attempt, reply.index_digest)
             if reply.error:
@@ -122,6 +126,12 @@ class PersistRun:
                 pause_s = POLL_MIN_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S)
+
+    def _note(self, index: int, reply: pb.PersistReply, now_s: float) -> None:
+        before = self.replies.get(index)
+        if before is None or before != reply:
+            self.moved_s = now_s
+        self.replies[index] = reply
 
     async def _ask(self, index: int, request: pb.PersistRequest) -> pb.PersistReply:
         if index == self.record.node_index:

@@ -52,6 +52,7 @@ from reft_daemon.persist.stored_reader import StoredReader
 
 log = logging.getLogger("reft.daemon")
 LOOK_S: Final = 0.2  # between two looks at what is due
+QUIET_S: Final = 15.0  # that storage may take nothing, until `status` says so
 RETRY_S: Final = 30.0  # until a decision is put to storage again
 FLUSH_AFTER_S: Final = 15.0  # without a trainer: a launcher that restarts the job is faster
 HOLD_S: Final = 5.0  # that an answer to a node that flushes waits for the checkpoint
@@ -68,6 +69,7 @@ class JobState:
         has_decision: whether storage has the epoch's decision.
         decide_s: when the decision is put to storage next.
         task: puts the decision, or makes a checkpoint; None: nothing is under way.
+        task_s: when the task began its present part.
         run: the checkpoint under way.
         last: the newest complete one.
         last_s: when it was completed.
@@ -81,6 +83,7 @@ class JobState:
     has_decision: bool = False
     decide_s: float = 0.0
     task: asyncio.Task[None] | None = None
+    task_s: float = 0.0
     run: PersistRun | None = None
     last: PersistRun | None = None
     last_s: float = 0.0
@@ -99,6 +102,16 @@ class JobState:
         self.last, self.last_s, self.trouble = run, time.monotonic(), ""
         self.took_s = self.last_s - run.began_s
         log.info("job=%s %s is on storage: %d bytes in %.2f s", run.job.id, run.version, run.total_bytes, self.took_s)
+
+    def begin(self, task: asyncio.Task[None]) -> None:
+        """Notes what is under way."""
+        self.task, self.task_s = task, time.monotonic()
+
+    def quiet_s(self, now_s: float) -> float:
+        """Returns how long storage has taken nothing of what is under way."""
+        if self.task is None:
+            return 0.0
+        return now_s - max(self.task_s, self.run.moved_s if self.run is not None else 0.0)
 
     def stop(self) -> None:
         """Ends what is under way; its end changes no pins."""
@@ -251,6 +264,8 @@ class PersistService:
         if state.run is not None:
             status.step, status.since_s = state.run.version.step, now - state.run.began_s
             status.written_bytes, status.total_bytes = state.run.written_bytes, state.run.total_bytes
+        if (quiet_s := state.quiet_s(now)) > QUIET_S:
+            status.trouble = f"{self.settings.root} has taken nothing for {quiet_s:.0f} s; training is not affected."
         return status
 
     async def close(self) -> None:
@@ -295,7 +310,7 @@ class PersistService:
             if state.cadence.every_s and now >= state.cadence.due_s:
                 state.cadence = state.cadence.begin(now)
             if not state.has_decision and now >= state.decide_s:
-                state.task = self._start(self._decide_alone(job, state))
+                state.begin(self._start(self._decide_alone(job, state)))
             return
         has_room = job.record.manifest.slots >= PERSIST_SLOTS_MIN
         if not rounds.pin_persist(job, step if has_room else -1):
@@ -303,7 +318,7 @@ class PersistService:
         state.cadence = state.cadence.begin(now)
         seq = job.round.outcome.pins.seq
         state.run = PersistRun(job, Version(job.epoch, step), (ATTEMPTS + 1) * seq, self.writer, self._peers)
-        state.task = self._start(self._run(job, state, state.run))
+        state.begin(self._start(self._run(job, state, state.run)))
 
     async def _decide_alone(self, job: JobRecord, state: JobState) -> None:
         try:
@@ -330,6 +345,7 @@ class PersistService:
         """Makes one checkpoint, or says why not; then removes old ones."""
         try:
             if await self._is_persisted(job, state, run) and state.epoch == run.version.epoch:
+                state.task_s = time.monotonic()
                 await self._prune(job, state)
         finally:
             if state.task is asyncio.current_task():

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from reft.core.commit.version import Epoch
+from reft.core.persist.persist_cadence import PersistCadence
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.peers.persist_run import PersistRun
+from reft_daemon.peers.persists import JobState
 from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support.daemons import until
@@ -262,3 +269,12 @@ def test_without_a_folder_on_all_nodes_nothing_is_complete(start, trainer, root)
     job.seal(1)
     reply = job.persist(node=1)
     assert "node n1 does not write" in reply.trouble and "--persist" in reply.trouble and job.stored() == []
+
+
+def test_a_task_that_waits_for_storage_is_quiet():
+    state = JobState(Epoch(1, b"1" * 16), PersistCadence(0.0, 0.0))
+    assert state.quiet_s(100.0) == 0.0, "nothing is under way"
+    state.task, state.task_s = cast("asyncio.Task[None]", object()), 40.0
+    assert state.quiet_s(100.0) == 60.0
+    state.run = cast(PersistRun, SimpleNamespace(moved_s=90.0))
+    assert state.quiet_s(100.0) == 10.0
