@@ -134,6 +134,8 @@ class _Fit:
             trainer.strategy.optimizers,
             **{**options, "state": state | options.get("state", {})},
         )
+        if self._position.is_held:
+            _drop_checkpoint(trainer)
         self._random = random_state.capture() if self._position.is_held else None
         self._stepped = trainer.global_step
         self._originals = (
@@ -307,9 +309,36 @@ def _check(trainer: Any) -> None:
     TESTED.need(
         trainer, "strategy.model", "strategy.optimizers", "precision_plugin", "lr_scheduler_configs", "callbacks"
     )
+    TESTED.need(
+        trainer, "ckpt_path", "strategy.restore_checkpoint_after_setup", "_checkpoint_connector._loaded_checkpoint"
+    )
     TESTED.need(trainer.fit_loop, "_data_fetcher", "_combined_loader", "is_resuming", *LOOPS)
     if type(trainer.strategy).__name__ == "DeepSpeedStrategy":
         raise UnsupportedState("Lightning runs DeepSpeed, and this callback can't read the state of DeepSpeed.")
+
+
+def _drop_checkpoint(trainer: Any) -> None:
+    """Makes Lightning not load its own checkpoint over the state that reft has restored.
+
+    Lightning has read its checkpoint before `on_fit_start`, and loads the loops and optimizers of
+    that checkpoint afterwards.
+
+    Raises:
+        UnsupportedState: the strategy reads the checkpoint only now.
+    """
+    path, connector = trainer.ckpt_path, trainer._checkpoint_connector
+    if path and trainer.strategy.restore_checkpoint_after_setup:
+        raise UnsupportedState(
+            f"reft has restored step {trainer.global_step}, and {type(trainer.strategy).__name__} would load {path} over it.",
+            "call trainer.fit without ckpt_path; or give up reft's state by reft-cli purge JOB",
+        )
+    if connector._loaded_checkpoint:
+        if trainer.is_global_zero:
+            say(
+                f"Lightning has read its checkpoint of step {connector._loaded_checkpoint['global_step']}, but reft goes "
+                f"on from step {trainer.global_step}."
+            )
+        connector._loaded_checkpoint = {}
 
 
 def _is_resumable(loop: Any) -> bool:

@@ -1,5 +1,6 @@
 """Hugging Face's Trainer: `Trainer(..., callbacks=[ReftCallback()])`.
 
+    train            (wrapped) asked to resume without a checkpoint, it needs a step of reft
     on_train_begin   attach: restores the state, the counters of Trainer, and its callbacks
     epochs           earlier epochs are skipped. Within the held epoch, Trainer's own logic for
                      resuming skips the earlier steps; it gets the held generators instead of those
@@ -36,6 +37,7 @@ from torch import nn
 import reft
 from reft.client.session import Session
 from reft.client.state import random_state
+from reft.config import Config
 from reft.console import say
 from reft.errors import ConfigError, UnsupportedState
 from reft.integrations.checks import PERSISTENT_WORKERS, Tested, inner_optimizer, refuse_own, this_process
@@ -124,7 +126,7 @@ class TrainerPosition:
         if not step:
             refuse_own(held["process"])
         if step > held_step and self._trainer.is_world_process_zero():
-            say(f"Trainer has read a checkpoint of step {step}, but step {held_step} from memory is used.")
+            say(f"Trainer has read its checkpoint of step {step}, but reft goes on from step {held_step}.")
         self.epoch, self.updates = held["epoch"], held["updates"]
         self.has_ended, self.stops = held["has_ended"], held["stops"]
         self.at_epoch_begin = held["at_epoch_begin"]
@@ -400,10 +402,30 @@ class _TrainerCallback:
         return self._run.session if self._run else None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Prepares the loop of transformers 4.57, which reads its place before on_train_begin."""
+        """Wraps Trainer.train, and the loop of transformers 4.57.
+
+        That loop reads its place before on_train_begin.
+        """
         trainer = _calling_trainer()
+        trainer.train = functools.partial(self.train, trainer, trainer.train)
         if not hasattr(trainer, "_run_epoch") and hasattr(trainer, "_inner_training_loop"):
             self._run = _LoopRun(trainer, self._options)
+
+    def train(
+        self, trainer: Any, train: Any, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **named: Any
+    ) -> Any:
+        """Calls Trainer.train; if Trainer has no checkpoint to resume from, reft must have a step.
+
+        Raises:
+            reft.errors.RestoreError: neither has one.
+        """
+        config = self._options.get("config") or Config()
+        if resume_from_checkpoint is True and config.mode != "off" and not _has_checkpoint(trainer.args.output_dir):
+            if trainer.is_world_process_zero():
+                say(f"Trainer has no checkpoint in {trainer.args.output_dir}: reft must have a step to resume from.")
+            self._options["config"] = dataclasses.replace(config, restore="require")
+            resume_from_checkpoint = None
+        return train(resume_from_checkpoint, *arguments, **named)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Attaches.
@@ -493,6 +515,13 @@ def _locals_of_loop() -> Mapping[str, Any]:
 
     code = Trainer._inner_training_loop.__code__
     return next(frame.f_locals for frame in _frames() if frame.f_code is code)
+
+
+def _has_checkpoint(folder: str) -> bool:
+    """Returns whether Trainer finds a checkpoint of its own."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return os.path.isdir(folder) and get_last_checkpoint(folder) is not None
 
 
 def _write_place(state: Any, step: int, path: str) -> None:

@@ -1,6 +1,7 @@
 """Trains with Hugging Face's Trainer from its own newest checkpoint: one process, 6-step epochs.
 
-With STOP_AT=N in the environment the script stops after step N.
+With STOP_AT=N in the environment the script stops after step N. With RESUMES=1 it passes
+`resume_from_checkpoint=True`, whether or not there is a checkpoint.
 """
 
 import os
@@ -53,4 +54,5 @@ arguments = TrainingArguments(
     logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
 )  # fmt: skip
 trainer = Trainer(Net(), arguments, train_dataset=Sums(), callbacks=[guard, Steps()])
-trainer.train(resume_from_checkpoint=get_last_checkpoint("checkpoints") if os.path.isdir("checkpoints") else None)
+newest = get_last_checkpoint("checkpoints") if os.path.isdir("checkpoints") else None
+trainer.train(resume_from_checkpoint=True if "RESUMES" in os.environ else newest)

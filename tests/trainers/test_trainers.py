@@ -57,6 +57,7 @@ EXAMPLES = {
 # Each of these is run in one test only.
 ODD = {
     "tests/support/lightning_hooks.py": "lightning",
+    "tests/support/lightning_resumed.py": "lightning",
     "tests/support/lightning_unfreezing.py": "lightning",
     "tests/support/resumed_trainer.py": "hf",
     "tests/support/resumed_trainer.py of-4.57": "hf4",
@@ -289,8 +290,41 @@ def test_trainer_resumes_from_its_own_checkpoint_and_then_from_memory(script, da
     assert killed.returncode == -9, killed.stderr
     after = example.run("after", **reft)
     assert after.returncode == 0, after.stderr
-    assert restored(after) == [3] and "a checkpoint of step 12, but step 11 from memory is used" in after.stderr
+    assert restored(after) == [3] and "its checkpoint of step 12, but reft goes on from step 11" in after.stderr
     assert_ends_alike(example.result("after"), example.result("plain"))
+
+
+@pytest.mark.parametrize("script", RESUMED)
+def test_trainer_resumes_from_storage_where_it_has_no_checkpoint(script, site, tmp_path):
+    """Trainer's own checkpoints, all memory and the daemon are gone. Without storage it refuses."""
+    example = Example(script, tmp_path)
+    plain = example.run("plain", REFT_MODE="off")
+    assert plain.returncode == 0, plain.stderr
+    shutil.rmtree(tmp_path / "checkpoints")
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    (daemon,) = site.add(1, "--persist", str(storage))
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", **EVERY_STEP}
+    refused = example.run("refused", RESUMES="1", **reft)
+    assert refused.returncode == 1 and "no step of job mine is held" in refused.stderr, refused.stderr
+    killed = example.run("killed", REFT_FAILPOINTS="snapshot.chunk:kill:from=10", **reft)
+    assert killed.returncode == -9, killed.stderr
+    assert persisted_step(daemon) == 9
+    vanish(daemon)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (daemon,) = site.add(1, "--persist", str(storage))
+    after = example.run("after", **{**reft, "REFT_DAEMON": daemon.address, "RESUMES": "1"})
+    assert after.returncode == 0, after.stderr
+    assert restored(after) == [9] and "GOES ON FROM STORAGE: step 9 " in after.stderr
+    assert_ends_alike(example.result("after"), example.result("plain"))
+
+
+@pytest.mark.parametrize("step", [6, 8], ids=["within an epoch", "the last of an epoch"])
+def test_lightning_has_a_checkpoint_of_its_own_and_goes_on_from_memory(step, daemon, tmp_path):
+    """Lightning reads a checkpoint of step 4 or 8, whose loops and moments it would load later."""
+    example = Example("tests/support/lightning_resumed.py", tmp_path)
+    after = killed_and_started_again(example, daemon, step, CHECKPOINTS=str(tmp_path / "checkpoints"))
+    assert f"its checkpoint of step {step // 4 * 4}, but reft goes on from step {step}" in after.stderr
 
 
 @pytest.mark.chaos
@@ -395,6 +429,47 @@ def test_a_lost_node(example, seed, plain, site):
         done = [ended(rank) for rank in ranks]
     assert [each.returncode for each in done] == [0, 0], "".join(each.stderr for each in done)
     assert restored(done[0])[0] >= whole
+    for each, expected in enumerate(plain(example)):
+        assert_ends_alike(example.result("done", each), expected)
+
+
+def persisted_step(node: DaemonProcess) -> int:
+    """Has the newest step written to storage, and returns that step."""
+    done = CliRunner().invoke(main, ["persist", "mine", "--json", "--daemon", node.address], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    step: int = json.loads(done.stdout)["step"]
+    return step
+
+
+FROM_STORAGE = [
+    "examples/hf_trainer.py",
+    "examples/hf_trainer.py --epochs 3",
+    "examples/lightning_fit.py",
+    "examples/torchtitan_llama.py",
+]
+
+
+@pytest.mark.parametrize("example", FROM_STORAGE, indirect=True)
+def test_all_memory_is_gone_and_the_trainer_goes_on_from_storage(example, plain, site, tmp_path):
+    """A rank stops in mid-copy; a checkpoint is written. Then all processes and nodes are lost."""
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    nodes = site.add(2, "--persist", str(storage))
+    with one_on_each(
+        nodes, example, "lost", REFT_FAILPOINTS="snapshot.chunk:stop:rank=1:from=11", **EVERY_STEP
+    ) as ranks:
+        victim = psutil.Process(ranks[1].pid)
+        until(lambda: victim.status() == psutil.STATUS_STOPPED or ranks[1].poll() is not None, 200, "step 11")
+        assert ranks[1].poll() is None, ended(ranks[1]).stderr
+        step = persisted_step(nodes[0])
+        for rank in ranks:
+            rank.kill()
+    vanish(*nodes)
+    nodes = site.add(2, "--persist", str(storage))
+    with one_on_each(nodes, example, "done") as ranks:
+        after = [ended(rank) for rank in ranks]
+    assert [each.returncode for each in after] == [0, 0], "".join(each.stderr for each in after)
+    assert f"GOES ON FROM STORAGE: step {step} " in after[0].stderr and 5 < step <= 11
     for each, expected in enumerate(plain(example)):
         assert_ends_alike(example.result("done", each), expected)
 
