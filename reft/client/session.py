@@ -27,6 +27,7 @@ from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
 from reft.client.schedule.optimizer_hooks import OptimizerHooks
 from reft.client.schedule.snapshot_window import PlacementReviewer, Sealed, SnapshotWindow
 from reft.client.snapshot.snapshotter import Snapshotter
+from reft.console import say
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import OverheadEstimate
 from reft.core.pipeline.pacing import Tier
@@ -86,6 +87,8 @@ class Session:
         """
         self._check_process()
         self.begin_marking()
+        if self.restored_from and self.step >= total:
+            _say_all_done(self._window, total)
         while self.step < total:
             yield self.step
             self.step_end()
@@ -264,6 +267,21 @@ class Session:
 
     def __getstate__(self) -> Any:
         raise TypeError("a Session can't be copied or sent to another process")
+
+
+def _say_all_done(window: SnapshotWindow, total: int) -> None:
+    """Says, on rank 0, that the restored step is the last one.
+
+    Args:
+        window: of the session.
+        total: how many steps the loop asks for.
+    """
+    if window.snapshots is not None and window.rank == 0:
+        job = window.snapshots.reporter.facts.job
+        say(
+            f"job {job} has completed all {total} steps: step {window.step} was restored, and nothing is trained. To "
+            f"train from step 0: reft-cli purge {job}, or another job name (--rdzv-id, REFT_JOB)."
+        )
 
 
 def _timeline_server(window: SnapshotWindow) -> timeline_socket.TimelineServer | None:
