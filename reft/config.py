@@ -259,6 +259,11 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def allows_plain_http() -> bool:
+    """Whether an object store may be reached without TLS: AWS_ALLOW_HTTP, as obstore calls it."""
+    return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
+
+
 def allows_colour(environment: Mapping[str, str] | None = None) -> bool:
     """Decides whether output may have colours.
 

@@ -38,7 +38,9 @@ from reft_daemon.jobs.scrub import scrub_for_ever
 from reft_daemon.mover.link_speed import interface_of, link_speed
 from reft_daemon.mover.mover import MoverSettings
 from reft_daemon.peers.round_replicator import PeerChannels
+from reft_daemon.persist.persist_key import read_key
 from reft_daemon.persist.persister import PersistSettings
+from reft_daemon.persist.storage_root import check_root
 from reft_daemon.rebuild.repair import repair_for_ever
 from reft_daemon.registry import Registry, RetentionTimes
 from reft_daemon.server import grpc_server
@@ -182,29 +184,29 @@ def check_domain(label: str) -> str:
 
 
 def persist_settings(
-    folder: str, every: str, keep: int, keep_each: str, flushes: bool, grace: str
+    root: str, every: str, keep: int, keep_each: str, flushes: bool, grace: str, key_file: Path | None = None
 ) -> PersistSettings | None:
     """Returns how checkpoints are written, from the values of the flags; None: there are none.
 
     Raises:
-        ConfigError: `--persist` is no folder by its form, a duration can't be read, or a flag needs
-            `--persist`. The folder itself is not looked at: the storage may hang.
+        ConfigError: `--persist` is no folder or address by its form, a duration can't be read, a
+            flag needs `--persist`, or the key can't be used. The storage itself is not looked at,
+            since it may hang.
     """
     every_s, keep_each_s, grace_s = parse_duration(every), parse_duration(keep_each), parse_duration(grace)
-    if not folder:
-        if every_s or flushes:
-            raise ConfigError("--persist-every and --flush-on-exit need --persist.", "add --persist DIR")
+    if not root:
+        if every_s or flushes or key_file:
+            raise ConfigError(
+                "--persist-every, --flush-on-exit and --persist-key-file need --persist.", "add --persist DIR"
+            )
         return None
-    if "://" in folder:
-        scheme = folder.partition("://")[0]
-        raise ConfigError(f"--persist can't write to {scheme}:// yet, only to a folder.", "give a folder, e.g. on NFS")
-    if not os.path.isabs(folder):
-        raise ConfigError(
-            f"--persist {folder} does not begin with /; all nodes must name the same folder.", "give the whole path"
-        )
+    root = check_root(root)
+    if key_file is not None:
+        key_file = key_file.absolute()
+        read_key(key_file)
     if keep < 1:
         raise ConfigError(f"--keep is {keep}; at least the newest checkpoint is kept.", "--keep 1")
-    return PersistSettings(Path(folder), every_s, RetentionSettings(keep, keep_each_s), flushes, grace_s)
+    return PersistSettings(root, every_s, RetentionSettings(keep, keep_each_s), flushes, grace_s, key_file)
 
 
 def check_seconds(flag: str, seconds: float) -> float:
@@ -475,8 +477,14 @@ async def _refill_spare_files(pool: SparePool) -> None:
 @click.option(
     "--persist",
     default="",
-    metavar="DIR",
-    help="Folder for checkpoints on storage that all nodes share, such as NFS; the same on all nodes.",
+    metavar="DIR|URL",
+    help="Where checkpoints lie, the same on all nodes: a folder that they share, such as NFS, or s3://BUCKET/PREFIX "
+    "(gs://, az://), with credentials from the environment.",
+)
+@click.option(
+    "--persist-key-file",
+    type=click.Path(path_type=Path),
+    help="File with a secret key, the same on all nodes: checkpoints get a MAC, and none without the right one is read.",
 )
 @click.option(
     "--persist-every",
@@ -507,7 +515,7 @@ def main(
     node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, spare: str,
     ttl: float, ttl_failed: float, idle_exit: float, purge: bool, tls_cert: Path | None, tls_key: Path | None,
     tls_ca: Path | None, insecure: bool, kill_hung: bool, bulk: str, protect_bandwidth: str, persist: str,
-    persist_every: str, keep: int, keep_each: str, flush_on_exit: bool, grace: str,
+    persist_key_file: Path | None, persist_every: str, keep: int, keep_each: str, flush_on_exit: bool, grace: str,
 ) -> None:  # fmt: skip
     """Keeps the snapshots of this node's training jobs in memory, even after trainers end.
 
@@ -530,7 +538,7 @@ def main(
             parse_size(memory), parse_spare(spare),
             RetentionTimes(check_seconds("--ttl", ttl), check_seconds("--ttl-failed", ttl_failed)),
             check_seconds("--idle-exit", idle_exit), purge, tls, insecure, kill_hung, bulk, protect_bandwidth,
-            persist_settings(persist, persist_every, keep, keep_each, flush_on_exit, grace),
+            persist_settings(persist, persist_every, keep, keep_each, flush_on_exit, grace, persist_key_file),
         )  # fmt: skip
         check_listen(settings)
         mover_settings(settings)

@@ -119,7 +119,7 @@ class Registry:
         self._replicators: dict[str, RoundReplicator] = {}
         self.scrubbed = ScrubCounts()
         self.turns = TurnService(peers, Mover(mover), mover.advertised, failpoints)
-        self.persists = PersistService(self.jobs, peers, persist, failpoints)
+        self.persists = PersistService(self.jobs, peers, persist, failpoints, arena)
         self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, self.changes, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()

@@ -45,6 +45,12 @@ COLOURS = {"OK": "green", "WARN": "yellow", "ERR": "red"}
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on stdout and nothing else."
 )
+key_option = click.option(
+    "--persist-key-file",
+    type=click.Path(path_type=Path),
+    envvar="REFT_PERSIST_KEY_FILE",
+    help="The key of the daemons that wrote: a checkpoint without the right MAC counts as damaged.",
+)
 daemon_option = click.option(
     "--daemon", metavar="unix:PATH", help="The daemon to ask, on this node. Default: REFT_DAEMON, else your own daemon."
 )
@@ -313,18 +319,19 @@ def demo(as_json: bool, steps: int, keep_logs: bool) -> None:
 
 
 @main.command("list")
-@click.argument("what", metavar="JOB|DIR")
+@click.argument("what", metavar="JOB|DIR|URL")
+@key_option
 @json_option
 @daemon_option
-def list_held(what: str, as_json: bool, daemon: str | None) -> None:
+def list_held(what: str, persist_key_file: Path | None, as_json: bool, daemon: str | None) -> None:
     """Lists the steps that memory and storage hold, the newest first.
 
-    JOB asks this node's daemon: memory of all nodes of JOB, and the folder of --persist. DIR (with
-    a slash) is read without a daemon: all jobs in that folder.
+    JOB asks this node's daemon: memory of all nodes of JOB, and its storage. DIR (with a slash) or
+    URL (s3://…) is read without a daemon: all jobs there.
     """
     with failing(as_json):
         rows = (
-            storage.rows_of_folder(Path(what))
+            storage.rows_of_folder(storage.root_of(what), persist_key_file)
             if "/" in what
             else {what: storage.rows_of_job(local_address(daemon), what)}
         )
@@ -338,20 +345,22 @@ def list_held(what: str, as_json: bool, daemon: str | None) -> None:
 
 
 @main.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("root", metavar="DIR|URL")
 @click.argument("job", required=False, default="")
+@key_option
 @json_option
-def verify(folder: Path, job: str, as_json: bool) -> None:
+def verify(root: str, job: str, persist_key_file: Path | None, as_json: bool) -> None:
     """Reads every byte of the checkpoints in DIR, and compares them with their digests.
 
-    DIR is the folder of reft-daemon --persist. With JOB, only checkpoints of that job are read.
+    DIR or URL is what reft-daemon --persist names. With JOB, only that job's checkpoints are read.
 
     \b
     Exit code 1: a checkpoint is damaged.   11: DIR has no checkpoint of JOB.
     """
     results = []
     with failing(as_json), unwinding():
-        for answer in storage.audit("verify", folder, job):
+        root = storage.root_of(root)
+        for answer in storage.audit("verify", root, job, persist_key_file):
             if "sound" in answer:
                 results.append(answer)
                 if not as_json:
@@ -361,7 +370,7 @@ def verify(folder: Path, job: str, as_json: bool) -> None:
                 done = f"{format_bytes(answer['done_bytes'])} of {format_bytes(answer['total_bytes'])}"
                 click.echo(f"\r{answer['name']}  {done}   \r", err=True, nl=False)
         if job and not results:
-            raise NoSuchJob(f"{folder} has no checkpoint of job {job!r}.", f"reft-cli list {folder.absolute()}")
+            raise NoSuchJob(f"{root} has no checkpoint of job {job!r}.", f"reft-cli list {root}")
     damaged = sum(not each["sound"] for each in results)
     if as_json:
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, "checkpoints": results}, indent=2))

@@ -1,7 +1,7 @@
 """What memory and storage hold of jobs: `reft-cli list` and `reft-cli verify`.
 
     list JOB      this node's daemon: slots of all daemons of JOB, and its storage
-    list DIR      a process that reads DIR itself; no daemon is needed
+    list DIR      a process that reads DIR (or s3://…) itself; no daemon is needed
     verify DIR    the same process compares every byte with its digest
 
 The process is the daemon's program for storage (`reft_daemon.persist.audit`). It answers a JSON
@@ -24,6 +24,7 @@ from reft.cli.ask import NoSuchJob, ask
 from reft.cli.survey import survey
 from reft.config import child_environment
 from reft.core.commit.version import Version
+from reft.core.persist.storage_url import check_url, is_url
 from reft.core.persist.stored_lineages import StoredLineage
 from reft.errors import ConfigError, ReftError
 from reft.wire import messages
@@ -125,31 +126,46 @@ def rows_of_lineage(lineage: Mapping[str, Any]) -> list[HeldEntry]:
     ]  # fmt: skip
 
 
-def rows_of_folder(root: Path, job: str = "") -> dict[str, list[HeldEntry]]:
-    """Returns job → what a folder holds of it.
+def root_of(text: str) -> str:
+    """Returns a folder as a whole path, or the address of an object store, checked.
 
     Raises:
-        StorageUnreadable: the folder can't be listed.
+        ConfigError: the address has credentials, or is none.
     """
-    (document,) = audit("list", root, job)
+    return check_url(text) if is_url(text) else os.path.abspath(text)
+
+
+def rows_of_folder(root: str, key_file: Path | None = None) -> dict[str, list[HeldEntry]]:
+    """Returns job → what a folder or an object store holds of it.
+
+    Raises:
+        StorageUnreadable: it can't be listed.
+    """
+    (document,) = audit("list", root, key_file=key_file)
     return {
         each["job"]: [row for lineage in each["lineages"] for row in rows_of_lineage(lineage)]
         for each in document["jobs"]
     }
 
 
-def audit(verb: str, root: Path, job: str = "") -> Iterator[dict[str, Any]]:
+def audit(verb: str, root: str, job: str = "", key_file: Path | None = None) -> Iterator[dict[str, Any]]:
     """Yields the answers of the program that reads storage.
+
+    Args:
+        verb: list or verify.
+        root: see `root_of`.
+        job: only this one; empty: all.
+        key_file: the key of the checkpoints' MACs; None: MACs are not asked for.
 
     Raises:
         StorageUnreadable: storage can't be listed or read.
     """
-    command = [sys.executable, "-m", "reft_daemon.persist.audit", verb, str(root.absolute())]
+    command = [sys.executable, "-m", "reft_daemon.persist.audit", verb, root]
+    command += ["--job", job] if job else []
+    command += ["--key-file", str(key_file.absolute())] if key_file else []
     # The path is this process's own: the program must be of the same reft.
     environment = child_environment(PYTHONPATH=os.pathsep.join(os.path.abspath(each) for each in sys.path if each))
-    process = subprocess.Popen(
-        [*command, *(["--job", job] if job else [])], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None, "it is a pipe"
     try:
         for line in process.stdout:

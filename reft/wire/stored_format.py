@@ -3,10 +3,17 @@
     index.json       of one node: its files, each with length and digest of its head
     MANIFEST.json    of the whole checkpoint: the job's manifest without its token, the decision,
                      every node's folder with the digest of its index
+    DECISION-…       of one attach: job, lineage, decision
 
-Each text ends with the digest of all before it, so a truncated or mixed file is not taken for a
-complete one. The head of a rank's file is all before its data: headers, table, capsule and the
-digests of the data's chunks. So two digests stand for every byte of a checkpoint.
+    text   JSON ─► MAC of it, a line, only with a key ─► digest of all before
+
+So a truncated or mixed file is not taken for a complete one. With a key a reader takes no text
+without the right MAC (HMAC-SHA256). Whoever has no key can't write a text that is taken, nor move
+one to another kind, job or lineage.
+
+The head of a rank's file is all before its data: headers, table, capsule and the digests of the
+data's chunks. So two digests stand for every byte of a checkpoint. They are fast digests: they show
+damage, and files of other checkpoints. They don't stop one who makes other data with equal digests.
 
 A reader bounds the length before it reads, checks each field's type and range, and takes names only
 in the form of `reft.core.persist.stored_names`. So no name leads out of the checkpoint's folder.
@@ -16,11 +23,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
+import hmac
 import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
@@ -33,7 +42,21 @@ TEXT_MAX: Final = 64 << 20  # bytes of an index or a manifest
 MESSAGE_MAX: Final = 256 << 20  # bytes of the job's manifest, decompressed
 FILES_MAX: Final = 4096  # of one node
 NODES_MAX: Final = 65_536
+RUNS_MAX: Final = 1024  # of one file
 _DIGEST_DIGITS: Final = 32
+_MAC_BYTES: Final = 65  # 64 hex digits and a newline
+
+
+class FileRun(NamedTuple):
+    """Bytes of a rank's file that an object has; the object has no holes.
+
+    Attributes:
+        offset: in the file.
+        nbytes: their number.
+    """
+
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -44,11 +67,13 @@ class StoredFile:
         rank: the rank that wrote the slot.
         nbytes: length of the file.
         head_digest: xxh3_128 of the bytes before the data, as hex digits.
+        runs: where the bytes of an object lie in the file; none: a file, which has its holes.
     """
 
     rank: int
     nbytes: int
     head_digest: str
+    runs: tuple[FileRun, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,24 +153,22 @@ def text_digest(text: bytes) -> str:
     return digest.decode()
 
 
-def encode_index(index: NodeIndex) -> bytes:
-    """Returns the text of index.json."""
-    files = [[each.rank, each.nbytes, each.head_digest] for each in index.files]
-    return _sign(
-        {"version": _from_version(index.version), "node": index.node, "attempt": index.attempt, "files": files}
-    )
+def encode_index(index: NodeIndex, key: bytes | None = None) -> bytes:
+    """Returns the text of index.json, with a MAC if there is a key."""
+    files = [[each.rank, each.nbytes, each.head_digest, *([each.runs] if each.runs else [])] for each in index.files]
+    tree = {"version": _from_version(index.version), "node": index.node, "attempt": index.attempt, "files": files}
+    return _sign("index", tree, key)
 
 
-def decode_index(text: bytes) -> NodeIndex:
+def decode_index(text: bytes, key: bytes | None = None) -> NodeIndex:
     """Reads index.json.
 
     Raises:
-        FormatError: the text is damaged, or has impossible values.
+        FormatError: the text is damaged, or has impossible values, or not the MAC of the key.
     """
-    tree = _read(text)
+    tree = _read("index", text, key)
     try:
-        rows = _list(tree["files"], FILES_MAX)
-        files = tuple(StoredFile(_number(rank), _number(nbytes), _hex(digest, 16)) for rank, nbytes, digest in rows)
+        files = tuple(_file_of(*_list(row, 4)) for row in _list(tree["files"], FILES_MAX))
         index = NodeIndex(_to_version(tree["version"]), _number(tree["node"]), _number(tree["attempt"]), files)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"the index can't be read: {error!r}.") from error
@@ -154,9 +177,21 @@ def decode_index(text: bytes) -> NodeIndex:
     return index
 
 
-def encode_manifest(manifest: StoredManifest) -> bytes:
-    """Returns the text of MANIFEST.json."""
+def _file_of(rank: object, nbytes: object, digest: object, rows: object = ()) -> StoredFile:
+    size, runs, end = _number(nbytes), [], 0
+    for row in _list(list(rows) if isinstance(rows, tuple) else rows, RUNS_MAX):
+        offset, length = map(_number, _list(row, 2))
+        if offset < end or not length or offset + length > size:
+            raise ValueError(f"a run of {length} bytes at {offset} can't be in a file of {size} bytes")
+        end = offset + length
+        runs.append(FileRun(offset, length))
+    return StoredFile(_number(rank), size, _hex(digest, 16), tuple(runs))
+
+
+def encode_manifest(manifest: StoredManifest, key: bytes | None = None) -> bytes:
+    """Returns the text of MANIFEST.json, with a MAC if there is a key."""
     return _sign(
+        "manifest",
         {
             "version": _from_version(manifest.version),
             "job": manifest.job,
@@ -165,17 +200,18 @@ def encode_manifest(manifest: StoredManifest) -> bytes:
             "manifest": base64.b64encode(zlib.compress(manifest.job_manifest)).decode(),
             "decision": base64.b64encode(manifest.decision).decode(),
             "nodes": [[each.node, each.attempt, each.index_digest] for each in manifest.nodes],
-        }
+        },
+        key,
     )
 
 
-def decode_manifest(text: bytes) -> StoredManifest:
+def decode_manifest(text: bytes, key: bytes | None = None) -> StoredManifest:
     """Reads MANIFEST.json.
 
     Raises:
-        FormatError: the text is damaged, or has impossible values.
+        FormatError: the text is damaged, or has impossible values, or not the MAC of the key.
     """
-    tree = _read(text)
+    tree = _read("manifest", text, key)
     try:
         rows = _list(tree["nodes"], NODES_MAX)
         nodes = tuple(StoredNode(_number(node), _number(attempt), _hex(digest, 16)) for node, attempt, digest in rows)
@@ -195,17 +231,61 @@ def decode_manifest(text: bytes) -> StoredManifest:
     return manifest
 
 
-def _sign(tree: Mapping[str, object]) -> bytes:
+def encode_decision(decision: bytes, job: str, lineage: str, key: bytes | None = None) -> bytes:
+    """Returns the text of a decision's file, with a MAC if there is a key.
+
+    Args:
+        decision: a serialized message.
+        job: name of the job.
+        lineage: of the job.
+        key: for the MAC.
+    """
+    tree = {"job": job, "lineage": lineage, "decision": base64.b64encode(decision).decode()}
+    return _sign("decision", tree, key)
+
+
+def decode_decision(text: bytes, job: str, lineage: str, key: bytes | None = None) -> bytes:
+    """Reads a decision's file; returns the serialized message.
+
+    Raises:
+        FormatError: the text is damaged, of another job or lineage, or has not the MAC of the key.
+    """
+    tree = _read("decision", text, key)
+    try:
+        place = _text(tree["job"]), _hex(tree["lineage"], stored_names.LINEAGE_BYTES)
+        decision = base64.b64decode(_text(tree["decision"]), validate=True)
+    except (KeyError, ValueError, binascii.Error) as error:
+        raise FormatError(f"the decision can't be read: {error!r}.") from error
+    if place != (job, lineage):
+        raise FormatError(f"it belongs to job {place[0]}, lineage {place[1]}.")
+    return decision
+
+
+def _sign(kind: str, tree: Mapping[str, object], key: bytes | None) -> bytes:
     body = json.dumps({"format": FORMAT, **tree}, indent=1).encode() + b"\n"
+    if key is not None:
+        body += _mac(kind, body, key)
     return body + xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def _read(text: bytes) -> dict[str, Any]:
+def _mac(kind: str, body: bytes, key: bytes) -> bytes:
+    return hmac.new(key, f"reft {kind}\n".encode() + body, hashlib.sha256).hexdigest().encode() + b"\n"
+
+
+def _read(kind: str, text: bytes, key: bytes | None) -> dict[str, Any]:
     if len(text) > TEXT_MAX:
         raise FormatError(f"{len(text)} bytes are more than the {TEXT_MAX} of an index or manifest.")
     text_digest(text)
+    body, mac = text[:-_DIGEST_DIGITS], b""
+    if not body.endswith(b"}\n"):
+        body, mac = body[:-_MAC_BYTES], body[-_MAC_BYTES:]
+    if key is not None and not hmac.compare_digest(mac, _mac(kind, body, key)):
+        raise FormatError(
+            f"the {kind} has {'a MAC of another key' if mac else 'no MAC'}, and --persist-key-file asks for one.",
+            "give the key that it was written with; without --persist-key-file anybody's checkpoints are taken",
+        )
     try:
-        tree = json.loads(text[:-_DIGEST_DIGITS])
+        tree = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the text is no JSON: {error}.") from error
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:

@@ -42,6 +42,7 @@ from reft.failpoints import Failpoints
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.arena.arena import Arena
 from reft_daemon.jobs import rounds
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.peers.persist_run import ATTEMPTS, CALL_S, PersistRun
@@ -128,6 +129,7 @@ class PersistService:
         peers: channels to other daemons.
         settings: how checkpoints are written; None: this daemon writes none.
         failpoints: let tests end this daemon before a commit.
+        memory: counts the files that are fetched into memory; None: nobody counts them.
 
     Attributes:
         reader: the way back, from checkpoints to slots.
@@ -135,14 +137,14 @@ class PersistService:
 
     def __init__(
         self, jobs: Mapping[str, JobRecord], peers: PeerChannels, settings: PersistSettings | None,
-        failpoints: Failpoints,
+        failpoints: Failpoints, memory: Arena | None = None,
     ) -> None:  # fmt: skip
         self.settings = settings
         self._jobs = jobs
         self._peers = peers
         self._failpoints = failpoints
-        self._persister = Persister(settings.root) if settings else None
-        self.reader = StoredReader(self._persister)
+        self._persister = Persister(settings.root, settings.key_file) if settings else None
+        self.reader = StoredReader(self._persister, memory)
         self._states: dict[str, JobState] = {}
         self.writer = NodeWriter(self._persister)
         self._flushed: dict[str, Epoch] = {}  # job → the epoch whose end was flushed

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from reft_daemon.child.child_setup import become_child
 from reft_daemon.persist.child import StorageServer
-from reft_daemon.persist.storage_folder import StorageFolder
+from reft_daemon.persist.persist_key import read_key
+from reft_daemon.persist.storage_root import open_root
 
 OOM_SCORE = 900  # a lost persister costs one attempt
 NICE = 19
@@ -21,13 +22,17 @@ def main() -> None:
     """Serves one daemon until the channel to the daemon ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, required=True)
-    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--key-file", type=Path)
     settings = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     become_child(OOM_SCORE, NICE)
     channel = socket.socket(fileno=settings.channel)
     try:
-        StorageServer(channel, StorageFolder(settings.root)).run()
+        key = read_key(settings.key_file) if settings.key_file else None
+        StorageServer(channel, open_root(settings.root), key).run()
+    except Exception:
+        logging.exception("the persister can't begin")
     finally:
         os._exit(0)  # threads may be waiting for storage
 

@@ -1,4 +1,4 @@
-"""`python -m reft_daemon.persist.audit list|verify ROOT [--job JOB]`: what storage holds, as JSON.
+"""`python -m reft_daemon.persist.audit list|verify ROOT [--job …] [--key-file …]`: JSON of storage.
 
 Only `reft-cli` starts it. No daemon is needed, so it also reads storage that outlived its cluster.
 
@@ -10,6 +10,7 @@ Only `reft-cli` starts it. No daemon is needed, so it also reads storage that ou
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -26,8 +27,9 @@ from reft.wire import stored_format as stored
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint
 from reft_daemon.persist.node_writer import stored_ranges
+from reft_daemon.persist.persist_key import read_key
 from reft_daemon.persist.slot_copy import SlotRange, verify_file
-from reft_daemon.persist.storage_folder import StorageFolder
+from reft_daemon.persist.storage_root import AnyFolder, open_root
 
 TELL_BYTES: Final = 64 << 20  # between two lines of progress
 
@@ -36,14 +38,17 @@ def main() -> None:
     """Prints what storage holds, or compares every byte with its digest."""
     parser = argparse.ArgumentParser()
     parser.add_argument("verb", choices=("list", "verify"))
-    parser.add_argument("root", type=Path)
+    parser.add_argument("root")
     parser.add_argument("--job", default="")
+    parser.add_argument("--key-file", type=Path)
     settings = parser.parse_args()
     try:
+        key = read_key(settings.key_file) if settings.key_file else None
+        found = stores(open_root(settings.root), settings.job, key)
         if settings.verb == "list":
-            tell({"jobs": [job_row(store) for store in stores(settings.root, settings.job)]})
+            tell({"jobs": [job_row(store) for store in found]})
         else:
-            for store in stores(settings.root, settings.job):
+            for store in found:
                 verify_job(store)
     except (ReftError, OSError) as error:
         hint = error.hint if isinstance(error, ReftError) else ""
@@ -56,18 +61,18 @@ def tell(document: Mapping[str, Any]) -> None:
     print(json.dumps(document), flush=True)
 
 
-def stores(root: Path, job: str) -> Iterator[CheckpointStore]:
+def stores(root: AnyFolder, job: str, key: bytes | None) -> Iterator[CheckpointStore]:
     """Yields the checkpoints of each job, or of the job that was asked for.
 
     Raises:
         OSError: storage can't be listed.
     """
-    folder = StorageFolder(root)
-    for name in [job] if job else folder.names():
-        if JOB_NAME.fullmatch(name) and (root / name).is_dir():
-            store = CheckpointStore(folder, name)
-            if store.lineages():
-                yield store
+    for name in [job] if job else root.names():
+        if JOB_NAME.fullmatch(name):
+            store = CheckpointStore(root, name, key)
+            with contextlib.suppress(NotADirectoryError):  # a file beside the jobs
+                if store.lineages():
+                    yield store
 
 
 def job_row(store: CheckpointStore) -> dict[str, Any]:
@@ -150,7 +155,7 @@ def verify_checkpoint(store: CheckpointStore, listed: ListedCheckpoint) -> None:
 
 
 def verify_open(
-    store: CheckpointStore, folder: StorageFolder, file: stored.StoredFile, ranges: list[SlotRange]
+    store: CheckpointStore, folder: AnyFolder, file: stored.StoredFile, ranges: list[SlotRange]
 ) -> Iterator[int]:
     """Opens one file, and compares its bytes with its digests; yields how many were compared."""
     with open(store.open(folder, file), "rb", buffering=0) as opened:

@@ -31,7 +31,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-import xxhash
 from google.protobuf.message import DecodeError
 
 from reft.core.commit.decision import Decision
@@ -43,13 +42,13 @@ from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist.slot_copy import SlotSource, copy_slot
-from reft_daemon.persist.storage_folder import StorageFolder
+from reft_daemon.persist.storage_root import AnyFolder
 
 log = logging.getLogger("reft.persister")
 DECISION_MAX: Final = 1 << 20
 LOOKUP_S: Final = 90.0  # NFS may keep for this long that a name was not there
 LOOKUP_PAUSE_S: Final = 0.5
-_DIGEST_BYTES: Final = 16
+_NONCE_BYTES: Final = 16
 
 
 class StaleCoordinator(AttachError):
@@ -75,12 +74,15 @@ class CheckpointStore:
     """The lineages of one job on storage.
 
     Args:
-        root: the folder that `--persist` names.
+        root: what `--persist` names.
         job: name of the job.
+        key: for MACs; None: texts have none, and none is asked for.
     """
 
-    def __init__(self, root: StorageFolder, job: str) -> None:
+    def __init__(self, root: AnyFolder, job: str, key: bytes | None = None) -> None:
+        self._root = root
         self._folder = root.folder(job)
+        self._key = key
         self.job = job
 
     # Decisions
@@ -97,8 +99,8 @@ class CheckpointStore:
         folder = self._folder.folder(lineage)
         folder.make()
         name = stored_names.decision_file(decision.epoch)
-        text = messages.decision_to(decision).SerializeToString(deterministic=True)
-        if folder.put_if_absent(name, xxhash.xxh3_128_digest(text) + text):
+        message = messages.decision_to(decision).SerializeToString(deterministic=True)
+        if folder.put_if_absent(name, stored.encode_decision(message, self.job, lineage, self._key)):
             folder.remove(stored_names.ENDED)
         elif self._decision(folder, name) != decision:
             raise AttachError(f"storage has another decision under the name {name}.")
@@ -114,20 +116,17 @@ class CheckpointStore:
         names = [name for name in folder.names() if stored_names.decided_epoch(name)]
         return [self._decision(folder, name) for name in names]
 
-    @staticmethod
-    def _decision(folder: StorageFolder, name: str) -> Decision:
-        data = folder.read(name, DECISION_MAX)
-        digest, text = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    def _decision(self, folder: AnyFolder, name: str) -> Decision:
+        text = folder.read(name, DECISION_MAX)
         try:
-            if xxhash.xxh3_128_digest(text) != digest:
-                raise ValueError("its digest is wrong")
-            decision = messages.decision_from(pb.Decision.FromString(text))
-        except (DecodeError, ValueError) as error:
-            raise FormatError(
-                f"{folder.path / name} is damaged: {error}.", "remove it if no such attach exists"
-            ) from error
+            message = stored.decode_decision(text, self.job, folder.name, self._key)
+            decision = messages.decision_from(pb.Decision.FromString(message))
+        except (DecodeError, ValueError, FormatError) as error:
+            words = error.message if isinstance(error, FormatError) else f"{error}."
+            hint = (error.hint if isinstance(error, FormatError) else "") or "remove it if no such attach exists"
+            raise FormatError(f"{folder.address(name)} is damaged: {words}", hint) from error
         if decision.epoch != stored_names.decided_epoch(name):
-            raise FormatError(f"{folder.path / name} has the decision of another epoch.")
+            raise FormatError(f"{folder.address(name)} has the decision of another epoch.")
         return decision
 
     # Phase 1, on each node
@@ -155,13 +154,13 @@ class CheckpointStore:
         files = []
         with ThreadPoolExecutor(1, "reft-storage") as writer:
             for slot in slots:
-                file = folder.create(stored_names.rank_file(slot.rank))
+                file = folder.create(stored_names.rank_file(slot.rank), os.fstat(slot.descriptor).st_size)
                 try:
                     files.append((yield from copy_slot(slot, version, file, writer)))
                 finally:
                     file.abandon()
         index = stored.NodeIndex(version, node, attempt, tuple(files))
-        text = stored.encode_index(index)
+        text = stored.encode_index(index, self._key)
         folder.write(stored_names.INDEX, text)
         return stored.StoredNode(node, attempt, stored.text_digest(text))
 
@@ -188,23 +187,22 @@ class CheckpointStore:
         for node in manifest.nodes:
             self._check_index(checkpoint, node, manifest.version, end_s)
         self.refuse_stale(manifest.lineage, decision)
-        if not checkpoint.put_if_absent(stored_names.MANIFEST, stored.encode_manifest(manifest)):
+        if not checkpoint.put_if_absent(stored_names.MANIFEST, stored.encode_manifest(manifest, self._key)):
             # Another coordinator of this version, or an earlier try of this one, has committed.
             self._manifest(checkpoint, manifest.lineage)
 
-    @staticmethod
-    def _check_index(checkpoint: StorageFolder, node: stored.StoredNode, version: Version, end_s: float) -> None:
+    def _check_index(self, checkpoint: AnyFolder, node: stored.StoredNode, version: Version, end_s: float) -> None:
         folder = checkpoint.folder(stored_names.node_folder(node.node, node.attempt))
         while True:
             try:
-                index = stored.decode_index(text := folder.read(stored_names.INDEX, stored.TEXT_MAX))
+                index = stored.decode_index(text := folder.read(stored_names.INDEX, stored.TEXT_MAX), self._key)
                 break
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > end_s:
                     raise
             time.sleep(LOOKUP_PAUSE_S)
         if stored.text_digest(text) != node.index_digest or index.version != version or index.node != node.node:
-            raise FormatError(f"the index in {folder.path} is not the one that node {node.node} has reported.")
+            raise FormatError(f"the index in {folder.address()} is not the one that node {node.node} has reported.")
 
     def refuse_stale(self, lineage: str, decision: Decision) -> None:
         """Raises StaleCoordinator if storage has a decision that `decision` does not know.
@@ -230,7 +228,7 @@ class CheckpointStore:
         try:
             names = self._folder.names()
         except FileNotFoundError:
-            StorageFolder(self._folder.path.parent).names()  # not there either: the storage itself is missing
+            self._root.names()  # not there either: the storage itself is missing
             return []
         return [name for name in names if stored_names.is_lineage(name)]
 
@@ -260,14 +258,14 @@ class CheckpointStore:
                 if note is not None:
                     note(name, error)
                 else:
-                    log.error("%s is not used: %s", checkpoint.path, error.message)
+                    log.error("%s is not used: %s", checkpoint.address(), error.message)
         return listed
 
-    def _manifest(self, checkpoint: StorageFolder, lineage: str) -> stored.StoredManifest:
-        manifest = stored.decode_manifest(checkpoint.read(stored_names.MANIFEST, stored.TEXT_MAX))
+    def _manifest(self, checkpoint: AnyFolder, lineage: str) -> stored.StoredManifest:
+        manifest = stored.decode_manifest(checkpoint.read(stored_names.MANIFEST, stored.TEXT_MAX), self._key)
         if (manifest.job, manifest.lineage) != (self.job, lineage):
             raise FormatError(f"it belongs to job {manifest.job}, lineage {manifest.lineage}.")
-        if str(stored_names.CheckpointName.of(manifest.version)) != checkpoint.path.name:
+        if str(stored_names.CheckpointName.of(manifest.version)) != checkpoint.name:
             raise FormatError(f"it belongs to {manifest.version}.")
         return manifest
 
@@ -281,7 +279,7 @@ class CheckpointStore:
         has_ended = stored_names.ENDED in self._folder.folder(name).names()
         return StoredLineage(name, tuple(self.decisions(name)), versions, has_ended)
 
-    def indexes(self, listed: ListedCheckpoint) -> Mapping[int, tuple[StorageFolder, stored.StoredFile]]:
+    def indexes(self, listed: ListedCheckpoint) -> Mapping[int, tuple[AnyFolder, stored.StoredFile]]:
         """Returns rank → folder and file of a complete checkpoint.
 
         Raises:
@@ -289,30 +287,31 @@ class CheckpointStore:
             FormatError: an index is damaged, of another checkpoint, or two have the same rank.
         """
         checkpoint = self._folder.folder(listed.manifest.lineage).folder(listed.name)
-        files: dict[int, tuple[StorageFolder, stored.StoredFile]] = {}
+        files: dict[int, tuple[AnyFolder, stored.StoredFile]] = {}
         for node in listed.manifest.nodes:
             self._check_index(checkpoint, node, listed.manifest.version, 0.0)
             folder = checkpoint.folder(stored_names.node_folder(node.node, node.attempt))
-            for file in stored.decode_index(folder.read(stored_names.INDEX, stored.TEXT_MAX)).files:
+            for file in stored.decode_index(folder.read(stored_names.INDEX, stored.TEXT_MAX), self._key).files:
                 if file.rank in files:
                     raise FormatError(f"two nodes of {listed.name} have rank {file.rank}.")
                 files[file.rank] = folder, file
         return files
 
     @staticmethod
-    def open(folder: StorageFolder, file: stored.StoredFile) -> int:
+    def open(folder: AnyFolder, file: stored.StoredFile, note: Callable[[int], object] = lambda nbytes: None) -> int:
         """Opens a rank's file, read-only; returns the descriptor.
+
+        Args:
+            folder: of the file, see `indexes`.
+            file: the file.
+            note: gets how many bytes were fetched, now and then, from an object store.
 
         Raises:
             OSError: the file can't be opened.
             FormatError: the file has another length.
+            NoRoom: an object does not fit into memory.
         """
-        path = folder.path / stored_names.rank_file(file.rank)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if os.fstat(descriptor).st_size != file.nbytes:
-            os.close(descriptor)
-            raise FormatError(f"{path} has another length than its index says, {file.nbytes}.")
-        return descriptor
+        return folder.open(stored_names.rank_file(file.rank), file.nbytes, file.runs, note)
 
     # Removing
 
@@ -322,7 +321,7 @@ class CheckpointStore:
         Raises:
             OSError: storage does not take it.
         """
-        self._folder.folder(lineage).put_if_absent(stored_names.ENDED, os.urandom(_DIGEST_BYTES))
+        self._folder.folder(lineage).put_if_absent(stored_names.ENDED, os.urandom(_NONCE_BYTES))
 
     def prune(self, lineage: str, decision: Decision, settings: retention.RetentionSettings) -> list[str]:
         """Removes what `settings` do not keep; returns the names of the removed folders.
@@ -350,7 +349,7 @@ class CheckpointStore:
         return removed
 
     @staticmethod
-    def _remove(lineage: StorageFolder, name: str) -> None:
+    def _remove(lineage: AnyFolder, name: str) -> None:
         checkpoint = lineage.folder(name)
         checkpoint.remove(stored_names.MANIFEST)
         checkpoint.sync()
@@ -363,12 +362,12 @@ class CheckpointStore:
         lineage.remove_folder(name)
 
     @staticmethod
-    def _empty(folder: StorageFolder) -> None:
+    def _empty(folder: AnyFolder) -> None:
         """Removes the files of a node. Its index goes first: without it they do not count."""
         names = folder.names()
         for file in sorted(names, key=lambda name: stored_names.rank_of(name) is not None):
             if stored_names.rank_of(file) is not None or file.lstrip(".").startswith(stored_names.INDEX):
                 folder.remove(file)
 
-    def _checkpoint(self, lineage: str, version: Version) -> StorageFolder:
+    def _checkpoint(self, lineage: str, version: Version) -> AnyFolder:
         return self._folder.folder(lineage).folder(str(stored_names.CheckpointName.of(version)))

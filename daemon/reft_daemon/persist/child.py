@@ -27,7 +27,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.child.control_channel import ControlMessage, fields_of, receive_message, send_message, version_of
 from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource, read_head, verify_file
-from reft_daemon.persist.storage_folder import StorageFolder
+from reft_daemon.persist.storage_root import AnyFolder
 
 log = logging.getLogger("reft.persister")
 THREADS: Final = 4
@@ -44,12 +44,14 @@ class StorageServer:
 
     Args:
         channel: to the daemon.
-        root: the folder that `--persist` names.
+        root: what `--persist` names.
+        key: for MACs, see `CheckpointStore`.
     """
 
-    def __init__(self, channel: socket.socket, root: StorageFolder) -> None:
+    def __init__(self, channel: socket.socket, root: AnyFolder, key: bytes | None = None) -> None:
         self._channel = channel
         self._root = root
+        self._key = key
         self._pool = ThreadPoolExecutor(THREADS, "reft-persist")
         self._cancelled: set[int] = set()
         self._lock = threading.Lock()
@@ -91,7 +93,7 @@ class StorageServer:
             send_message(self._channel, message, descriptors)
 
     def _store(self, message: ControlMessage) -> CheckpointStore:
-        return CheckpointStore(self._root, message["job"])
+        return CheckpointStore(self._root, message["job"], self._key)
 
     # Commands
 
@@ -134,10 +136,15 @@ class StorageServer:
         store, lineages = self._store(message), []
         for name in store.lineages():
             lineage = store.lineage(name)
+            damages: dict[str, FormatError] = {}
             checkpoints = [
                 {"name": each.name, "version": fields_of(each.manifest.version), "time_s": each.time_s}
-                for each in store.checkpoints(name)
+                for each in store.checkpoints(name, damages.__setitem__)
             ]
+            for damaged, error in damages.items():
+                log.error("job=%s %s is not used: %s", store.job, damaged, error.message)
+                if not checkpoints:  # else the job would start anew, as if there were none
+                    raise FormatError(f"{damaged} is the only checkpoint, or as bad as all others: {error.message}")
             decisions = [messages.decision_to(each).SerializeToString().hex() for each in lineage.decisions]
             lineages.append(
                 {"ident": name, "has_ended": lineage.has_ended, "decisions": decisions, "checkpoints": checkpoints}
@@ -159,11 +166,18 @@ class StorageServer:
         store = self._store(message)
         files = store.indexes(self._listed(message))
         opened: list[int] = []
+        fetched_bytes = 0
+
+        def note(nbytes: int) -> None:
+            nonlocal fetched_bytes
+            fetched_bytes += nbytes
+            self._note(message["id"], nbytes)
+
         try:
             for rank in message["ranks"]:
                 if rank not in files:
                     raise FormatError(f"the checkpoint has no file of rank {rank}.")
-                descriptor = store.open(*files[rank])
+                descriptor = store.open(*files[rank], note)
                 opened.append(descriptor)
                 head, _header = read_head(descriptor)
                 if stored.head_digest(head) != files[rank][1].head_digest:
@@ -173,7 +187,7 @@ class StorageServer:
             for descriptor in opened:
                 os.close(descriptor)
             raise
-        return {}, opened
+        return {"fetched_bytes": fetched_bytes}, opened
 
     def _verify(self, message: ControlMessage, _: Sequence[int]) -> Answer:
         """Compares every byte of a checkpoint with its digests."""

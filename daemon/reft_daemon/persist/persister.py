@@ -65,30 +65,34 @@ class PersistSettings(NamedTuple):
     """How checkpoints are written.
 
     Attributes:
-        root: the folder of all jobs. Only the persister's process opens it.
+        root: a folder, or the address of an object store. Only the persister's process opens it.
         every_s: seconds between two checkpoints of a job; 0: only on request.
         retention: how many checkpoints stay.
         flushes: whether the newest whole step is persisted when a job ends, or this daemon.
         grace_s: how long this daemon may take for that after SIGTERM.
+        key_file: with the key for MACs; None: there are none.
     """
 
-    root: Path
+    root: str
     every_s: float = 0.0
     retention: RetentionSettings = RetentionSettings()
     flushes: bool = False
     grace_s: float = 25.0
+    key_file: Path | None = None
 
 
 class Persister:
     """The persister of this daemon.
 
     Args:
-        root: the folder of all jobs.
+        root: see `PersistSettings`.
+        key_file: see `PersistSettings`. Only the persister's process reads it.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.child = ChildProcess("persister", ["-m", "reft_daemon.persist", "--root", str(root)])
+    def __init__(self, root: str | Path, key_file: Path | None = None) -> None:
+        self.root = str(root)
+        keys = ["--key-file", str(key_file)] if key_file else []
+        self.child = ChildProcess("persister", ["-m", "reft_daemon.persist", "--root", self.root, *keys])
 
     async def write(
         self, job: str, lineage: str, version: Version, folder: tuple[int, int], slots: Sequence[SlotSource],

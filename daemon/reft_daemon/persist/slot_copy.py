@@ -25,7 +25,7 @@ from reft.core.commit.version import Version
 from reft.errors import FormatError
 from reft.wire.slot_format import Header, chunk_digest, read_file, read_head
 from reft.wire.stored_format import StoredFile, head_digest
-from reft_daemon.persist.storage_folder import StorageFile
+from reft_daemon.persist.storage_root import AnyFile
 
 BLOCK_BYTES: Final = 8 << 20
 
@@ -57,7 +57,7 @@ class SlotSource(NamedTuple):
 
 
 def copy_slot(
-    slot: SlotSource, version: Version, file: StorageFile, writer: ThreadPoolExecutor
+    slot: SlotSource, version: Version, file: AnyFile, writer: ThreadPoolExecutor
 ) -> Generator[int, None, StoredFile]:
     """Copies one slot; yields how many bytes each block has, and returns what was stored.
 
@@ -98,7 +98,7 @@ def copy_slot(
         if pending is not None:
             pending.result()
     file.complete(geometry.file_bytes)
-    return StoredFile(rank, geometry.file_bytes, head_digest(head))
+    return StoredFile(rank, geometry.file_bytes, head_digest(head), file.runs)
 
 
 def verify_file(file: int, stored: StoredFile, ranges: Sequence[SlotRange]) -> Iterator[int]:

@@ -22,10 +22,12 @@ import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
 from reft.errors import FormatError
+from reft.wire.stored_format import FileRun
 
 SYNC_BYTES: Final = 64 << 20  # between two fdatasync of one file
 ENTRIES_MAX: Final = 100_000  # of one folder
@@ -57,9 +59,14 @@ class StorageFile:
         path: must not exist.
         calls: the calls of `os`.
 
+    Attributes:
+        runs: none: the file has its holes itself, unlike an object.
+
     Raises:
         OSError: the file can't be made.
     """
+
+    runs: Final[tuple[FileRun, ...]] = ()
 
     def __init__(self, path: Path, calls: StorageCalls) -> None:
         self._calls = calls
@@ -123,6 +130,14 @@ class StorageFolder:
         self._calls = calls
         self._root = root or path
 
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def address(self, name: str = "") -> str:
+        """Returns the folder, or a file in it, for messages."""
+        return str(self.path / name)
+
     def folder(self, name: str) -> StorageFolder:
         """Returns a folder in this one; it need not exist."""
         return StorageFolder(self.path / name, self._calls, self._root)
@@ -152,8 +167,8 @@ class StorageFolder:
             return False
         return True
 
-    def create(self, name: str) -> StorageFile:
-        """Begins a new file.
+    def create(self, name: str, nbytes: int = 0) -> StorageFile:
+        """Begins a new file; `nbytes` matter in an object store only.
 
         Raises:
             OSError: the file can't be made, or exists.
@@ -237,6 +252,28 @@ class StorageFolder:
         if len(data) > limit:
             raise FormatError(f"{self.path.name}/{name} is longer than {limit} bytes.")
         return data
+
+    def open(
+        self, name: str, nbytes: int, runs: Sequence[FileRun], note: Callable[[int], object] = lambda nbytes: None
+    ) -> int:
+        """Opens a rank's file, read-only; returns the descriptor.
+
+        Args:
+            name: of the file.
+            nbytes: length of the file.
+            runs: none: the file was written by a folder, not into an object store.
+            note: is not called: nothing is fetched.
+
+        Raises:
+            OSError: the file can't be opened.
+            FormatError: the file has another length.
+        """
+        path = self.path / name
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if os.fstat(descriptor).st_size != nbytes or runs:
+            os.close(descriptor)
+            raise FormatError(f"{path} has another length than its index says, {nbytes}.")
+        return descriptor
 
     def names(self) -> list[str]:
         """Returns the names in the folder, ascending.

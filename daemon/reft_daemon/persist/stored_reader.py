@@ -2,7 +2,8 @@
 
     attach        daemon                                 persister
     Stored      ─► list, load ──────────────────────────► every decision and manifest of the job
-    OpenStored  ─► open ────────────────────────────────► opens files, verifies their heads
+    OpenStored  ─► open ────────────────────────────────► opens files, or fetches objects;
+                   ◄ how far it is, each HOLD_S             verifies their heads
                    slots of the job, kind STORED ◄─────── descriptors, and heads as memfds
     Inventory   ─► lists them as slots
     Decide      ─► the job takes them over; they are closed when a step of its epoch is whole
@@ -24,33 +25,49 @@ import errno
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
+from reft.core.persist.storage_url import is_url
 from reft.errors import ConfigError, FormatError
 from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft.wire.slot_format import slot_of_head
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.arena.arena import STORED, SlotFile
+from reft_daemon.arena.arena import STORED, Arena, SlotFile
 from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage, version_of
 from reft_daemon.persist.persister import Persister, StorageFailed
 
 LIST_S: Final = 60.0  # for one answer
 PENDING_S: Final = 900.0  # opened files that no attach has taken over are closed after this time
+HOLD_S: Final = 20.0  # that an answer waits for the files; objects take longer
 READERS: Final = 4  # threads that read storage for other nodes
 GONE: Final = (errno.ENOENT, errno.ESTALE)  # a checkpoint that retention has removed meanwhile
 
 
 @dataclass
 class StoredSlotFile(SlotFile):
-    """A file of a checkpoint, open and read-only; only its head is in memory."""
+    """A file of a checkpoint, open and read-only.
+
+    Attributes:
+        readers: threads that read the file.
+        memory: counts the file, if it was fetched into memory.
+        fetched_bytes: that `memory` counts.
+    """
 
     readers: ThreadPoolExecutor | None = None
+    memory: Arena | None = None
+    fetched_bytes: int = 0
+
+    def free(self) -> None:
+        """Closes the file."""
+        super().free()
+        if self.memory is not None:
+            self.memory.held_bytes -= self.fetched_bytes
 
     def check_size(self) -> None:
         """Raises FormatError if the file was closed; does not ask storage, which may hang."""
@@ -62,18 +79,38 @@ class StoredSlotFile(SlotFile):
         return await asyncio.get_running_loop().run_in_executor(self.readers, os.pread, self.descriptor, size, offset)
 
 
+@dataclass
+class FilesOpening:
+    """Files of one job that are being opened.
+
+    Attributes:
+        request: which ones.
+        task: opens them.
+        asked_s: when an attach asked last.
+        fetched_bytes: into memory, so far.
+    """
+
+    request: pb.OpenStoredRequest
+    task: asyncio.Task[pb.OpenStoredReply]
+    asked_s: float
+    fetched_bytes: int = 0
+
+
 class StoredReader:
     """Lists and opens checkpoints through the persister.
 
     Args:
         persister: of this daemon; None: this daemon has no storage.
+        memory: counts what is fetched into memory; None: nobody counts it.
 
     Attributes:
         opened: job → name → slot, until the job's next decision.
     """
 
-    def __init__(self, persister: Persister | None) -> None:
+    def __init__(self, persister: Persister | None, memory: Arena | None = None) -> None:
         self._persister = persister
+        self._memory = memory
+        self._opening: dict[str, FilesOpening] = {}
         self._readers = ThreadPoolExecutor(READERS, "reft-stored")
         self._opened_s: dict[str, float] = {}
         self.opened: dict[str, dict[str, StoredSlotFile]] = {}
@@ -102,11 +139,30 @@ class StoredReader:
     async def open(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:
         """Opens files of a checkpoint, in place of those that are open for the job.
 
+        Returns after HOLD_S at the latest, perhaps with `opening`. The same request again waits on.
+
         Raises:
             ConfigError: this daemon has no storage.
             StorageFailed: storage does not answer, or fails.
         """
-        self.close_pending(request.job)
+        opening = self._opening.get(request.job)
+        if opening is None or opening.request != request:
+            self.close_pending(request.job)
+            task = asyncio.ensure_future(self._open(request))
+            opening = self._opening[request.job] = FilesOpening(request, task, time.monotonic())
+        opening.asked_s = time.monotonic()
+        if not (await asyncio.wait({opening.task}, timeout=HOLD_S))[0]:
+            return pb.OpenStoredReply(opening=True, fetched_bytes=opening.fetched_bytes)
+        if self._opening.get(request.job) is opening:
+            del self._opening[request.job]
+        return await opening.task
+
+    async def _open(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:
+        def note(nbytes: int) -> None:
+            if request.job in self._opening:
+                self._opening[request.job].fetched_bytes = fetched_bytes + nbytes
+
+        fetched_bytes = 0
         opened: dict[str, StoredSlotFile] = {}
         version = messages.version_from(request.version)
         step = DESCRIPTORS_MAX // 2  # a file and its head each
@@ -120,10 +176,12 @@ class StoredReader:
                     "name": request.name,
                     "ranks": ranks,
                 }
-                answer = await self._call(fields, may_be_damaged=True)
+                answer = await self._call(fields, may_be_damaged=True, note=note)
                 if "error" in answer:
                     raise FormatError(answer["error"])
                 self._add(opened, request.job, version, ranks, answer["descriptors"])
+                self._count(list(opened.values())[first:], answer["fetched_bytes"])
+                fetched_bytes += answer["fetched_bytes"]
         except BaseException as error:
             for slot in opened.values():
                 slot.free()
@@ -158,6 +216,12 @@ class StoredReader:
             os.close(head)
         opened.update((slot.name, slot) for slot in slots)
 
+    def _count(self, slots: Sequence[StoredSlotFile], fetched_bytes: int) -> None:
+        """Counts what was fetched into memory, with one of the slots that it belongs to."""
+        if slots and self._memory is not None:
+            slots[0].memory, slots[0].fetched_bytes = self._memory, fetched_bytes
+            self._memory.held_bytes += fetched_bytes
+
     def capsule(self, job: str, rank: int, version: Version) -> pb.CapsuleRecord | None:
         """Returns the capsule of a file that is open for a job's next attach.
 
@@ -175,22 +239,27 @@ class StoredReader:
         return self.opened.pop(job, {})
 
     def close_pending(self, job: str) -> None:
-        """Closes the files that no decision has taken over."""
+        """Closes the files that no decision has taken over, and opens no more."""
+        if opening := self._opening.pop(job, None):
+            opening.task.cancel()
         for slot in self.take(job).values():
             slot.free()
 
     def expire(self, now_s: float) -> None:
         """Closes files whose attach has ended without a decision."""
-        for job in [job for job, opened_s in self._opened_s.items() if now_s - opened_s > PENDING_S]:
+        asked = {**self._opened_s, **{job: opening.asked_s for job, opening in self._opening.items()}}
+        for job in [job for job, asked_s in asked.items() if now_s - asked_s > PENDING_S]:
             self.close_pending(job)
 
     def close(self) -> None:
         """Closes all files."""
-        for job in list(self.opened):
+        for job in {*self.opened, *self._opening}:
             self.close_pending(job)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    async def _call(self, fields: Mapping[str, Any], may_be_damaged: bool = False) -> ControlMessage:
+    async def _call(
+        self, fields: Mapping[str, Any], may_be_damaged: bool = False, note: Callable[[int], None] | None = None
+    ) -> ControlMessage:
         """Returns the persister's answer.
 
         With `may_be_damaged`, an answer that says so is returned, too.
@@ -202,9 +271,14 @@ class StoredReader:
         if self._persister is None:
             raise ConfigError("this daemon has no storage.", "start reft-daemon with --persist DIR")
         root = self._persister.root
-        remedy = "check that the folder is there, mounted, and can be read; without it reft starts nothing from step 0"
+        look = (
+            "the network, and the credentials in this daemon's environment"
+            if is_url(root)
+            else "that the folder is there, mounted, and can be read"
+        )
+        remedy = f"check {look}; without it reft starts nothing from step 0"
         try:
-            answer = await self._persister.ask(fields, LIST_S)
+            answer = await self._persister.ask(fields, LIST_S, note=note)
         except StorageFailed as error:
             raise StorageFailed(f"storage {root} does not answer: {error.message}", remedy) from error
         if "error" in answer and not (may_be_damaged and (answer["damaged"] or answer["errno"] in GONE)):

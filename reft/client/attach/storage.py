@@ -24,6 +24,7 @@ from reft.client.attach.inventory import take_inventory
 from reft.client.attach.plan import AttachTry
 from reft.client.link.exchange import RankMessage, gather
 from reft.console import say
+from reft.core.budget import format_bytes
 from reft.core.commit.version import Version
 from reft.core.persist.file_shares import deal_files
 from reft.core.persist.stored_lineages import StoredLineage, lineage_of, newer_than_memory, refuse_rival
@@ -72,6 +73,9 @@ class StorageReader:
     def open(self, lineage: str, version: Version, stored: pb.StoredReply) -> str:
         """Opens a checkpoint on all nodes; returns its damage, or nothing.
 
+        A daemon that fetches objects answers now and then that it is not ready yet. It gives up
+        storage that sends nothing for a minute.
+
         Raises:
             ReftError: a daemon does not answer, or storage fails.
         """
@@ -92,9 +96,14 @@ class StorageReader:
             reply: pb.OpenStoredReply = self.introduction.daemon.call("OpenStored", request, ANSWER_S)
             return RankMessage(reply.SerializeToString())
 
-        replies = gather(self.context.rank_group, call, RankMessage, extra_s=ANSWER_S)
-        damages = (pb.OpenStoredReply.FromString(each.data).damage for each in replies)
-        return next((damage for damage in damages if damage), "")
+        while True:
+            replies = gather(self.context.rank_group, call, RankMessage, extra_s=ANSWER_S)
+            opened = [pb.OpenStoredReply.FromString(each.data) for each in replies]
+            damage = next((each.damage for each in opened if each.damage), "")
+            if damage or not any(each.opening for each in opened):
+                return damage
+            if self.context.rank == 0:
+                say(f"fetched {format_bytes(sum(each.fetched_bytes for each in opened))} from storage so far.")
 
     def _persists(self, node: pb.Node) -> bool:
         return leader_of(node) in self.introduction.ranks.persisting

@@ -441,10 +441,14 @@ class OpenStoredRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., lineage: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenStoredReply(_message.Message):
-    __slots__ = ("damage",)
+    __slots__ = ("damage", "opening", "fetched_bytes")
     DAMAGE_FIELD_NUMBER: _ClassVar[int]
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     damage: str
-    def __init__(self, damage: _Optional[str] = ...) -> None: ...
+    opening: bool
+    fetched_bytes: int
+    def __init__(self, damage: _Optional[str] = ..., opening: bool = ..., fetched_bytes: _Optional[int] = ...) -> None: ...
 
 class DecideRequest(_message.Message):
     __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest", "trainers", "guard_manifest")
