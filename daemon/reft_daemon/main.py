@@ -38,7 +38,6 @@ from reft_daemon.jobs.scrub import scrub_for_ever
 from reft_daemon.mover.link_speed import interface_of, link_speed
 from reft_daemon.mover.mover import MoverSettings
 from reft_daemon.peers.round_replicator import PeerChannels
-from reft_daemon.persist.persist_key import read_key
 from reft_daemon.persist.persister import PersistSettings
 from reft_daemon.persist.storage_root import check_root
 from reft_daemon.rebuild.repair import repair_for_ever
@@ -200,10 +199,8 @@ def persist_settings(
                 "--persist-every, --flush-on-exit and --persist-key-file need --persist.", "add --persist DIR"
             )
         return None
-    root = check_root(root)
-    if key_file is not None:
-        key_file = key_file.absolute()
-        read_key(key_file)
+    key_file = key_file and key_file.absolute()
+    root = check_root(root, key_file)
     if keep < 1:
         raise ConfigError(f"--keep is {keep}; at least the newest checkpoint is kept.", "--keep 1")
     return PersistSettings(root, every_s, RetentionSettings(keep, keep_each_s), flushes, grace_s, key_file)

@@ -8,7 +8,7 @@
     text   JSON ─► MAC of it, a line, only with a key ─► digest of all before
 
 So a truncated or mixed file is not taken for a complete one. With a key a reader takes no text
-without the right MAC (HMAC-SHA256). Whoever has no key can't write a text that is taken, nor move
+without the right MAC (HMAC-SHA256). Without the key nobody can write a text that is taken, nor move
 one to another kind, job or lineage.
 
 The head of a rank's file is all before its data: headers, table, capsule and the digests of the

@@ -20,6 +20,7 @@ from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support.certificates import why_not
 from tests.support.commands import Reader
 from tests.support.daemons import DaemonProcess, until
+from tests.support.objects import object_server
 from tests.support.trainers import Spec, Trainers
 
 HERE = "127.0.0.1:0"  # in place of a node's name and port
@@ -136,6 +137,41 @@ def test_a_daemon_starts(command, said, tmp_path):
         os.killpg(daemon.pid, signal.SIGTERM)
         output = daemon.stdout.read() if daemon.stdout else ""
     assert daemon.returncode == 0 and said in output, output
+
+
+@pytest.mark.parametrize(
+    ("command", "verify"),
+    [
+        (
+            "reft-daemon --persist s3://bucket/prefix --persist-every 30m",
+            "reft-cli verify s3://bucket/prefix",
+        ),
+        (
+            "reft-daemon --persist /shared/reft --persist-key-file /etc/reft/key",
+            "reft-cli verify /shared/reft --persist-key-file /etc/reft/key",
+        ),
+    ],
+)
+def test_what_is_typed_of_object_stores_and_keys(command, verify, tmp_path):
+    storage, key = tmp_path / "storage", tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    key.chmod(0o600)
+    for folder in (storage, tmp_path / "run"):
+        folder.mkdir()
+    with object_server() as server:
+        words = {"s3://bucket": f"s3://{server.new_bucket()}", "/shared/reft": str(storage), "/etc/reft/key": str(key)}
+        reader = Reader(tmp_path, words, REFT_DIR=str(tmp_path / "slots"))
+        with reader.start(command) as daemon:
+            try:
+                socket = tmp_path / "run/daemon.sock"
+                until(lambda: socket.exists() or daemon.poll() is not None, what="its socket")
+                trainers = Trainers(Spec(f"unix:{socket}", job="run1", options={"seal_at": [4], "pause_at": [4]}))
+                trainers.wait_for(4)
+                assert "job run1: step 4 is on storage" in reader.run("reft-cli persist run1")
+                trainers.kill()
+            finally:
+                os.killpg(daemon.pid, signal.SIGTERM)
+        assert "1 checkpoint read, 0 damaged." in reader.run(verify)
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,9 @@ class ObjectFolder:
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
 
     def time_s(self, name: str) -> float:
-        """Returns when an object, or the newest one in a folder, was written, by the store's clock.
+        """Returns when an object was written, or the newest one in a folder.
+
+        The time is by the store's clock.
 
         Raises:
             OSError: there is none, or the store does not answer.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from reft.core.persist.storage_url import check_url, is_url
 from reft.errors import ConfigError
+from reft_daemon.persist.persist_key import read_key
 from reft_daemon.persist.storage_folder import StorageFile, StorageFolder
 
 if TYPE_CHECKING:
@@ -21,13 +22,15 @@ AnyFile: TypeAlias = "StorageFile | ObjectFile"
 AnyFolder: TypeAlias = "StorageFolder | ObjectFolder"
 
 
-def check_root(text: str) -> str:
-    """Returns what `--persist` names, checked by its form; nothing is looked at.
+def check_root(text: str, key_file: Path | None = None) -> str:
+    """Returns what `--persist` names, checked by its form. Of the two only the key is read.
 
     Raises:
         ConfigError: it is neither a whole path nor an address of an object store, or the package
-            for object stores is missing.
+            for object stores is missing; or the key can't be used.
     """
+    if key_file is not None:
+        read_key(key_file)
     if not is_url(text):
         if not os.path.isabs(text):
             raise ConfigError(

@@ -80,7 +80,7 @@ class StoredSlotFile(SlotFile):
 
 
 @dataclass
-class FilesOpening:
+class OpeningTask:
     """Files of one job that are being opened.
 
     Attributes:
@@ -110,7 +110,7 @@ class StoredReader:
     def __init__(self, persister: Persister | None, memory: Arena | None = None) -> None:
         self._persister = persister
         self._memory = memory
-        self._opening: dict[str, FilesOpening] = {}
+        self._opening: dict[str, OpeningTask] = {}
         self._readers = ThreadPoolExecutor(READERS, "reft-stored")
         self._opened_s: dict[str, float] = {}
         self.opened: dict[str, dict[str, StoredSlotFile]] = {}
@@ -149,7 +149,7 @@ class StoredReader:
         if opening is None or opening.request != request:
             self.close_pending(request.job)
             task = asyncio.ensure_future(self._open(request))
-            opening = self._opening[request.job] = FilesOpening(request, task, time.monotonic())
+            opening = self._opening[request.job] = OpeningTask(request, task, time.monotonic())
         opening.asked_s = time.monotonic()
         if not (await asyncio.wait({opening.task}, timeout=HOLD_S))[0]:
             return pb.OpenStoredReply(opening=True, fetched_bytes=opening.fetched_bytes)
