@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,10 @@ from torch.distributed.run import parse_args
 
 from reft.cli.demo.cluster import free_port
 from reft.elastic.stores import store_host
+from reft.wire import rpc
 from reft.wire.tls import Tls
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.main import main as daemon_command
 from tests.support.certificates import why_not
 from tests.support.daemons import ROOT, until
@@ -104,6 +108,55 @@ def test_a_requeued_slurm_job_goes_on_from_storage(slurm, tmp_path):
         )  # fmt: skip
         assert done.returncode == 0 and said in done.stderr, done.stderr
         until(lambda: not living_processes(slurm), what="the end of all processes")
+
+
+@pytest.mark.timeout(400)
+def test_a_preempted_training_goes_on_from_storage(tmp_path):
+    """The script gets SIGTERM, the daemon's memory is removed, and the same command is given."""
+    storage = tmp_path / "storage"
+    storage.mkdir()
+
+    def start(name: str, **changes: str) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1",
+            "REFT_RUNTIME_DIR": str(tmp_path / name), "REFT_DIR": str(tmp_path / f"arena-{name}"), "REFT_JOB": "run1",
+            **changes,
+        }  # fmt: skip
+        command = [DEPLOY / "preemptible.sh", storage, "python", ROOT / "examples/ddp.py", "--steps", "400"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+    preempted = start("first", REFT_FAILPOINTS="snapshot.chunk:stop:from=100")
+    try:
+        trainer = until(lambda: stopped_child(preempted), 200, what="a trainer that stands in a copy")
+        until(lambda: whole_step(f"unix:{tmp_path}/first/daemon.sock") > 0, what="a whole step")
+    finally:
+        preempted.terminate()
+    trainer.resume()
+    output, errors = preempted.communicate(timeout=100)
+    assert preempted.returncode == 143, errors
+    assert not living_processes({"FOLDER": str(tmp_path)})
+    shutil.rmtree(tmp_path / "arena-first")
+    after, plain = start("second"), start("third", REFT_JOB="plain")
+    (output, errors), (expected, _) = (each.communicate(timeout=100) for each in (after, plain))
+    assert (after.returncode, plain.returncode) == (0, 0), errors
+    step = int(re.findall("job run1 GOES ON FROM STORAGE: step ([0-9]+) ", errors)[0])
+    assert output.splitlines() == expected.splitlines()[step // 50 :] and "step 400: loss" in output
+
+
+def stopped_child(process: subprocess.Popen[str]) -> psutil.Process | None:
+    """Returns the child of a process that SIGSTOP has stopped."""
+    children = psutil.Process(process.pid).children()
+    return next((child for child in children if child.status() == psutil.STATUS_STOPPED), None)
+
+
+def whole_step(address: str) -> int:
+    """Returns the newest whole step of the only job that a daemon holds; -1 if there is none."""
+    try:
+        with rpc.channel(address) as channel:
+            jobs = pb_grpc.DaemonStub(channel).Status(pb.StatusRequest(), timeout=5).jobs
+    except Exception:
+        return -1
+    return jobs[0].whole if jobs else -1
 
 
 def test_the_files_name_variables_that_exist():
