@@ -24,12 +24,15 @@ import grpc
 from reft import __version__
 from reft.cli import recover_view, status_text, status_view, storage
 from reft.cli.ask import NoSuchJob, ask, local_address
+from reft.cli.export.casts import NAMES
+from reft.cli.export.command import ExportCommand, report_lines
+from reft.cli.export.start import export_source, progress
 from reft.cli.persist import persist_job, progress_text
 from reft.cli.recover import RecoverCommand, replacement_here
 from reft.cli.signals import unwinding
 from reft.cli.survey import steady, surveys
 from reft.cli.timeline import collect, write
-from reft.config import allows_colour
+from reft.config import allows_colour, parse_size
 from reft.core.budget import format_bytes
 from reft.core.status.health import Health
 from reft.core.text import counted
@@ -342,6 +345,55 @@ def list_held(what: str, persist_key_file: Path | None, as_json: bool, daemon: s
         click.echo("\n".join(storage.lines_of(job, each)))
     if not rows:
         click.echo(f"{what} holds no job.")
+
+
+@main.command()
+@click.argument("what", metavar="JOB|DIR/JOB")
+@click.option(
+    "--to", "path", required=True, metavar="PATH", type=click.Path(path_type=Path), help="The folder to make."
+)
+@click.option(
+    "--format", "form", default="safetensors", show_default=True, type=click.Choice(["safetensors", "dcp"]),
+    help="dcp has a pickle, .metadata, as torch writes it.",
+)  # fmt: skip
+@click.option("--only", type=click.Choice(["weights"]), help="Leave out optimizer state.")
+@click.option("--dtype", type=click.Choice(sorted(NAMES)), help="Cast floating point weights.")
+@click.option("--step", type=click.IntRange(min=0), help="Default: the newest step.")
+@click.option("--lineage", default="", help="Of the job in DIR, if there are several.")
+@click.option("--max-shard", default="5GB", show_default=True, help="The most bytes of a safetensors file.")
+@key_option
+@json_option
+@daemon_option
+def export(
+    what: str, path: Path, form: str, only: str | None, dtype: str | None, step: int | None, lineage: str, max_shard: str,
+    persist_key_file: Path | None, as_json: bool, daemon: str | None,
+) -> None:  # fmt: skip
+    """Writes a step of JOB as files that plain torch and Hugging Face load, without reft.
+
+    JOB is read from the memory of its nodes, while it trains too. DIR/JOB (with a slash) is read
+    from the folder of --persist, without a daemon. Weights have the names of the model's state
+    dict, whole, whatever the sharding. PATH appears when all is on the disk.
+
+    \b
+    safetensors   model.safetensors, or several files with an index;
+                  optimizer.safetensors beside it
+    dcp           torch.distributed.checkpoint.load: model.NAME, optimizer.NAME
+    """
+    with failing(as_json), unwinding(), progress(as_json) as show:
+        shard_bytes = parse_size(max_shard)
+        newest = -1 if step is None else step
+        with export_source(what, lambda: local_address(daemon), newest, lineage, persist_key_file) as source:
+            report = ExportCommand(
+                source, path.absolute(), form == "dcp", only is None, NAMES[dtype] if dtype else "", shard_bytes, show
+            ).run()
+    if as_json:
+        result = {
+            "path": str(path), "step": report.version.step, "epoch": report.version.epoch.counter,
+            "tensors": report.tensors, "bytes": report.nbytes, "notes": report.notes,
+        }  # fmt: skip
+        click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result}, indent=2))
+        return
+    click.echo("\n".join(report_lines(report, path, format_bytes(report.nbytes))))
 
 
 @main.command()

@@ -148,13 +148,14 @@ def rows_of_folder(root: str, key_file: Path | None = None) -> dict[str, list[He
     }
 
 
-def audit(verb: str, root: str, job: str = "", key_file: Path | None = None) -> Iterator[dict[str, Any]]:
+def audit(verb: str, root: str, job: str = "", *more: str, key_file: Path | None = None) -> Iterator[dict[str, Any]]:
     """Yields the answers of the program that reads storage.
 
     Args:
-        verb: list or verify.
+        verb: of that program.
         root: see `root_of`.
         job: only this one; empty: all.
+        more: further arguments of the verb.
         key_file: the key of the checkpoints' MACs; None: MACs are not asked for.
 
     Raises:
@@ -165,7 +166,7 @@ def audit(verb: str, root: str, job: str = "", key_file: Path | None = None) -> 
     command += ["--key-file", str(key_file.absolute())] if key_file else []
     # The path is this process's own: the program must be of the same reft.
     environment = child_environment(PYTHONPATH=os.pathsep.join(os.path.abspath(each) for each in sys.path if each))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None, "it is a pipe"
     try:
         for line in process.stdout:

@@ -280,3 +280,10 @@ def backward_queue() -> Callable[[Callable[[], None]], None] | None:
 def hook_states(module: Any) -> list[Any]:
     """Returns the states of DDP's communication hooks."""
     return [state for _, state in getattr(module, HOOK_STATES.name, ())]
+
+
+def storage_info(path: str, nbytes: int) -> Any:
+    """Returns where DCP's reader finds an item: a whole file. Only `dcp_skeleton` needs it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, 0, nbytes)

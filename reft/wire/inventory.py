@@ -200,6 +200,24 @@ class JobSurvey:
         """
         return self._make_plan(erased) if erased else self._plan_without_erasures
 
+    def plan_of(self, version: Version, erased: Collection[tuple[str, str, Version]] = ()) -> RecoveryPlan:
+        """Returns the plan of exactly this version; without a base if it can't be restored.
+
+        Args:
+            version: the version.
+            erased: as of `plan`.
+        """
+        held = [slot for slot in self.held if slot.version == version]
+        copies = [copy for copy in self.copies if copy.version == version]
+        parity = [slot for slot in self.parity if slot.version == version]
+        return recovery.plan(held, copies, self.placements, self.decision, erased, parity)
+
+    def restorable(self) -> list[Version]:
+        """Returns the versions that can be restored now, the newest one first."""
+        versions = {slot.version for slot in self.held if slot.version is not None}
+        ordered = sorted(versions, key=lambda version: (*version.order, version.epoch.ident), reverse=True)
+        return [version for version in ordered if self.plan_of(version).base == version]
+
     @cached_property
     def _plan_without_erasures(self) -> RecoveryPlan:
         return self._make_plan(())

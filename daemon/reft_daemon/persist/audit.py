@@ -1,15 +1,17 @@
-"""`python -m reft_daemon.persist.audit list|verify ROOT [--job …] [--key-file …]`: JSON of storage.
+"""`python -m reft_daemon.persist.audit list|verify|files ROOT`: what storage holds, as JSON.
 
 Only `reft-cli` starts it. No daemon is needed, so it also reads storage that outlived its cluster.
 
     list     one line: all jobs, with their lineages and checkpoints
     verify   a line now and then: bytes so far, and in all; a line for each checkpoint
+    files    one line: the files of one checkpoint, and the job's manifest
     error    a line with "error" and the remedy, exit code 1; exit code 2: wrong usage
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import sys
@@ -21,6 +23,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from reft.core.membership.job_identity import JOB_NAME
+from reft.core.persist import stored_names
 from reft.core.persist.stored_lineages import StoredLineage
 from reft.errors import FormatError, ReftError
 from reft.wire import stored_format as stored
@@ -37,9 +40,11 @@ TELL_BYTES: Final = 64 << 20  # between two lines of progress
 def main() -> None:
     """Prints what storage holds, or compares every byte with its digest."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("verb", choices=("list", "verify"))
+    parser.add_argument("verb", choices=("list", "verify", "files"))
     parser.add_argument("root")
     parser.add_argument("--job", default="")
+    parser.add_argument("--lineage", default="")
+    parser.add_argument("--name", default="")
     parser.add_argument("--key-file", type=Path)
     settings = parser.parse_args()
     try:
@@ -47,6 +52,9 @@ def main() -> None:
         found = stores(open_root(settings.root), settings.job, key)
         if settings.verb == "list":
             tell({"jobs": [job_row(store) for store in found]})
+        elif settings.verb == "files":
+            store = CheckpointStore(open_root(settings.root), settings.job, key)
+            tell(files_row(store, settings.lineage, settings.name))
         else:
             for store in found:
                 verify_job(store)
@@ -104,6 +112,27 @@ def lineage_row(store: CheckpointStore, ident: str) -> dict[str, Any]:
     return {
         "lineage": ident, "ended": lineage.has_ended, "checkpoints": rows, "damaged": damages, "trouble": trouble,
     }  # fmt: skip
+
+
+def files_row(store: CheckpointStore, lineage: str, name: str) -> dict[str, Any]:
+    """Returns the files of a checkpoint, each with its path; no file is opened.
+
+    Raises:
+        FormatError: there is no such checkpoint, or its manifest or an index is damaged.
+        OSError: storage can't be read.
+    """
+    listed, damages = read_checkpoints(store, lineage)
+    found = next((each for each in listed if each.name == name), None)
+    if found is None:
+        raise FormatError(f"there is no checkpoint {name} of job {store.job}: {damages.get(name, 'not found')}")
+    version = found.manifest.version
+    return {
+        "version": [version.epoch.counter, version.epoch.ident.hex(), version.step],
+        "manifest": base64.b64encode(found.manifest.job_manifest).decode(),
+        "files": {
+            rank: folder.address(stored_names.rank_file(rank)) for rank, (folder, _) in store.indexes(found).items()
+        },
+    }
 
 
 def read_checkpoints(store: CheckpointStore, lineage: str) -> tuple[list[ListedCheckpoint], dict[str, str]]:

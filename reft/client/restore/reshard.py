@@ -24,7 +24,15 @@ from reft.client.restore.unforeseen_state import with_unforeseen_state
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf, pack
 from reft.core.recovery.plan import TransferPlan, TransferSizes, is_made
-from reft.core.recovery.shard_matching import ShardMatch, UnforeseenLeaves, is_same, match, pieces_of, wanted_leaves
+from reft.core.recovery.shard_matching import (
+    ShardMatch,
+    UnforeseenLeaves,
+    is_same,
+    leaves_elsewhere,
+    match,
+    pieces_of,
+    wanted_leaves,
+)
 from reft.core.text import counted, more
 from reft.errors import LayoutChanged
 from reft.wire import capsule_format
@@ -158,24 +166,13 @@ def _leaves_elsewhere(placement: Placement, old: int, opened: OldRank, predicted
 
     Empty if there are none.
     """
-    leaf_of, places = {leaf.name: leaf for leaf in predicted}, opened.places
-    part = placement.rank_placement(old)
-    unreplicated_at = {
-        leaf.name: part.unreplicated_offset + at
-        for leaf, at in zip(part.unreplicated.leaves, part.unreplicated.offsets, strict=True)
-    }
-    moved = [
-        (leaf, at)
-        for leaf, at in zip(opened.layout.leaves, opened.layout.offsets, strict=True)
-        if places[leaf.name] != pb.CELL
-        and (
-            leaf_of.get(leaf.name) != leaf
-            or (places[leaf.name] == pb.UNREPLICATED and unreplicated_at.get(leaf.name) != at)
-        )
-    ]
+    places = opened.places
+    in_cells, inline = ({name for name, each in places.items() if each == place} for place in (pb.CELL, pb.INLINE))
+    foreseen = {leaf.name: leaf for leaf in predicted}
+    moved = leaves_elsewhere(placement, old, opened.layout, in_cells, foreseen, inline)
     if not moved:
         return b""
-    leaves, offsets = zip(*moved, strict=True)
+    leaves, offsets = tuple(leaf for leaf, _ in moved), tuple(at or 0 for _, at in moved)
     return table_to(Layout(leaves, offsets, opened.layout.data_bytes), places)
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +28,10 @@ import torch
 from reft.client.restore.device_copies import DeviceCopier
 from reft.client.state.tensors import flat_bytes, is_dense
 from reft.core.layout.layout import Leaf
+from reft.core.layout.regions import LONG_BYTES, UNIT_MAX, equal_runs
 from reft.errors import LayoutChanged
 from reft.wire.slot_format import Bytes
 
-LONG_BYTES = 2048  # from this length on, one copy is cheaper than an index
-UNIT_MAX = 8
 Starts = npt.NDArray[np.int64]
 
 
@@ -125,7 +123,7 @@ class FlatTensorView:
             return
         target = self.view(begin, begin + int((starts + nbytes).max()))
         done = 0
-        for first, last, run in _groups(nbytes):
+        for first, last, run in equal_runs(nbytes):
             packed = data[done : done + run * (last - first)]
             if target is None or run >= LONG_BYTES or last - first == 1:
                 for i in range(first, last):
@@ -193,7 +191,7 @@ def gather(source: Bytes, starts: Starts, nbytes: Starts, into: Bytes) -> int:
         into: uint8, large enough for all runs.
     """
     done = 0
-    for first, last, run in _groups(nbytes):
+    for first, last, run in equal_runs(nbytes):
         size = run * (last - first)
         packed = into[done : done + size]
         if run >= LONG_BYTES or last - first == 1:
@@ -205,17 +203,6 @@ def gather(source: Bytes, starts: Starts, nbytes: Starts, into: Bytes) -> int:
             packed[:] = units[index].reshape(-1).view(np.uint8)
         done += size
     return done
-
-
-def _groups(nbytes: Starts) -> list[tuple[int, int, int]]:
-    """Returns (first, last, length) of runs of equal length.
-
-    Few groups result: only the first and the last run of a range may be cut.
-    """
-    if not len(nbytes):
-        return []
-    borders = [0, *(np.flatnonzero(np.diff(nbytes)) + 1).tolist(), len(nbytes)]
-    return [(a, b, int(nbytes[a])) for a, b in pairwise(borders)]
 
 
 def _index(memory: Bytes, starts: Starts, run: int) -> tuple[npt.NDArray[np.unsignedinteger], Starts]:

@@ -43,6 +43,7 @@ class NamedParameter(NamedTuple):
             tensor.
         runs: the slices of a flat parameter. The leaves are then these slices, also of optimizer
             state with the flat parameter's shape.
+        shape: shape of the whole tensor, if `box` is a region of the flattened tensor.
     """
 
     name: str
@@ -50,6 +51,7 @@ class NamedParameter(NamedTuple):
     local: torch.Tensor
     box: Region | None
     runs: tuple[FlatSlice, ...] = ()
+    shape: tuple[int, ...] | None = None
 
 
 class ParameterNames(dict[int, NamedParameter]):

@@ -37,8 +37,8 @@ class Leaf:
         global_offset: offset of the local piece in the whole tensor.
         form: how a restore makes the tensor again if the optimizer has not made it yet; empty: a
             plain tensor, or one placed like its parameter. The text of the client's
-            state/extract/state_forms.py. The form says nothing of the bytes, so leaves of different
-            forms can be equal.
+            state/extract/state_forms.py; of a model's leaf, that of model_form.py. The form says
+            nothing of the bytes, so leaves of different forms can be equal.
     """
 
     name: str

@@ -24,13 +24,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reft.core.layout.layout import Leaf
+
+LONG_BYTES = 2048  # from this length on, one copy is cheaper than an index
+UNIT_MAX = 8  # bytes
 
 
 class ByteRuns(NamedTuple):
@@ -221,3 +224,32 @@ def _element_index(begins: Sequence[int], leaf: Leaf) -> int:
     return sum(
         (begin - offset) * stride for begin, offset, stride in zip(begins, leaf.global_offset, leaf.stride, strict=True)
     )
+
+
+def equal_runs(nbytes: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Returns (first, last, length) of runs of equal length.
+
+    Few groups result: only the first and the last run of a range may be cut.
+    """
+    if not len(nbytes):
+        return []
+    borders = [0, *(np.flatnonzero(np.diff(nbytes)) + 1).tolist(), len(nbytes)]
+    return [(a, b, int(nbytes[a])) for a, b in pairwise(borders)]
+
+
+def copy_runs(source: NDArray[np.uint8], target: NDArray[np.uint8], runs: ByteRuns) -> None:
+    """Copies runs of one array into another.
+
+    Long runs are copied one by one, short runs of one length with one index.
+    """
+    for first, last, run in equal_runs(runs.nbytes):
+        olds, news = runs.old[first:last], runs.new[first:last]
+        if run >= LONG_BYTES or last - first == 1:
+            for old, new in zip(olds.tolist(), news.tolist(), strict=True):
+                target[new : new + run] = source[old : old + run]
+            continue
+        bits = run | int(np.bitwise_or.reduce(olds)) | int(np.bitwise_or.reduce(news))
+        unit = min(bits & -bits, UNIT_MAX)
+        steps = np.arange(run // unit)
+        target_units, source_units = (each[: each.nbytes // unit * unit].view(f"<u{unit}") for each in (target, source))
+        target_units[news[:, None] // unit + steps] = source_units[olds[:, None] // unit + steps]

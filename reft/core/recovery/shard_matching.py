@@ -26,7 +26,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from reft.core.coding.placement import Placement
-from reft.core.layout.layout import Leaf
+from reft.core.layout.layout import Layout, Leaf
 from reft.core.layout.regions import RegionCopy, RegionIndex, overlap
 
 OPTIMIZER = "optimizer."  # prefix of leaf names; an optimizer may not have made these leaves yet
@@ -181,6 +181,35 @@ def pieces_of(
         for leaf, seat in _own_pieces(placement, leaves_of(rank), rank, own):
             locations.setdefault(replace(leaf, staged=False) if leaf.staged else leaf, []).append(seat)
     return [TensorPiece(leaf, tuple(seats)) for leaf, seats in locations.items() if leaf.nbytes], problems
+
+
+def leaves_elsewhere(
+    placement: Placement, rank: int, layout: Layout, in_cells: Collection[str], foreseen: Mapping[str, Leaf],
+    inline: Collection[str],
+) -> list[tuple[Leaf, int | None]]:  # fmt: skip
+    """Returns the leaves of a slot that lie elsewhere than the placement says.
+
+    With each: its offset in the slot's data; None: it lies in the capsule.
+
+    Args:
+        placement: under which the slot was written.
+        rank: the slot's rank.
+        layout: the leaves in the slot's table.
+        in_cells: names of those that lie in cells.
+        foreseen: the rank's foreseen leaves, by name.
+        inline: names of those that lie in the capsule.
+    """
+    part = placement.rank_placement(rank)
+    foreseen_at = {
+        leaf.name: part.unreplicated_offset + at
+        for leaf, at in zip(part.unreplicated.leaves, part.unreplicated.offsets, strict=True)
+    }
+    return [
+        (leaf, None if leaf.name in inline else at)
+        for leaf, at in zip(layout.leaves, layout.offsets, strict=True)
+        if leaf.name not in in_cells
+        and (foreseen.get(leaf.name) != leaf or (leaf.name not in inline and foreseen_at.get(leaf.name) != at))
+    ]
 
 
 def _own_pieces(

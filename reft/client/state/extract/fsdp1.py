@@ -94,4 +94,5 @@ def _pieces(prefix: str, originals: Sequence[Any], shard: torch.Tensor) -> Itera
         # Not in the shard: an empty region at the end of the parameter.
         first = info.intra_param_start_idx if info.in_shard else whole
         begin, size = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
-        yield NamedParameter(f"{prefix}{name}", parameter, shard[begin : begin + size], Region((whole,), (first,)))
+        box = Region((whole,), (first,))
+        yield NamedParameter(f"{prefix}{name}", parameter, shard[begin : begin + size], box, shape=tuple(shape))

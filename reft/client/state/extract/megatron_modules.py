@@ -27,11 +27,12 @@ import torch
 from torch import nn
 
 from reft.client.state.extract.dtensor import Region
-from reft.client.state.extract.modules import ModuleExtractor, track_structure
+from reft.client.state.extract.modules import ModuleExtractor, note_form, track_structure
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex
 from reft.client.torch_internals import buffers_of, parameters_of
 from reft.core.layout.flat_ranges import split_numbering_axes
+from reft.core.layout.model_form import ModelForm
 from reft.errors import UnsupportedState
 
 TESTED = "0.16.1"
@@ -95,7 +96,8 @@ class MegatronModuleExtractor(ModuleExtractor):
             default = (module_tensor.name, Region(shape, (0,) * len(shape), f"[{_stage()}]"))
             name, box = regions.get(id(module_tensor.tensor), default)
             full = name if name == module_tensor.name else f"{_common(prefix)}.{name}"
-            index.add(full, module_tensor.place, module_tensor.key, module_tensor.tensor, staged=True, box=box)
+            added = index.add(full, module_tensor.place, module_tensor.key, module_tensor.tensor, staged=True, box=box)
+            note_form(index, added, ModelForm(is_temporary=id(module_tensor.tensor) not in regions))
 
 
 def unwrapped(module: Any) -> Any:

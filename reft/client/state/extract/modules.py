@@ -20,6 +20,7 @@ from reft.client.state.extract.dtensor import local_piece
 from reft.client.state.extract.fsdp1 import Parts, ShardedFlatParameter, flat_parameters
 from reft.client.state.extract.registry import Removable
 from reft.client.state.extract.zero3 import partitioned_parameters
+from reft.client.state.inner_tensors import InnerTensor
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex, without_wrappers
 from reft.client.torch_internals import (
@@ -31,17 +32,22 @@ from reft.client.torch_internals import (
     submodules_of,
 )
 from reft.core.layout.layout import Leaf
+from reft.core.layout.model_form import ModelForm
 
 ContainerOf = Callable[[nn.Module], dict[str, Any]]
 
 
 class ModuleTensor(NamedTuple):
-    """A tensor of a module: `place[key]`, with its name in the whole job."""
+    """A tensor of a module: `place[key]`, with its name in the whole job.
+
+    `is_temporary`: whether the module's state dict leaves the tensor out.
+    """
 
     name: str
     place: Mapping[str, Any]
     key: str
     tensor: torch.Tensor
+    is_temporary: bool = False
 
 
 def is_a(value: object, kind: str) -> bool:
@@ -81,11 +87,15 @@ class ModuleExtractor:
             index.track_entry(flat.place, flat.key, flat.place.get(flat.key))
             for named in flat.pieces:
                 name = f"{prefix}.{without_wrappers(named.name)}"
-                index.add(name, {name: named.local}, name, named.local, box=named.box)
+                added = index.add(name, {name: named.local}, name, named.local, box=named.box)
+                note_form(index, added, ModelForm(named.shape))
         for module_tensor in self._parameters(prefix, parts, elsewhere):
             index.add(module_tensor.name, module_tensor.place, module_tensor.key, module_tensor.tensor)
         for module_tensor in _slots(prefix, parts, buffers_of):
-            index.add(module_tensor.name, module_tensor.place, module_tensor.key, module_tensor.tensor, staged=True)
+            added = index.add(
+                module_tensor.name, module_tensor.place, module_tensor.key, module_tensor.tensor, staged=True
+            )
+            note_form(index, added, ModelForm(is_temporary=module_tensor.is_temporary))
 
     def slots(self, prefix: str, module: nn.Module, container_of: ContainerOf) -> Iterator[ModuleTensor]:
         """Yields the tensors of the module and its submodules.
@@ -148,6 +158,12 @@ class ModuleExtractor:
         return []
 
 
+def note_form(index: TensorIndex, added: Sequence[tuple[str, InnerTensor]], form: ModelForm) -> None:
+    """Notes the form of leaves that `TensorIndex.add` has added."""
+    if text := form.text():
+        index.forms.update((leaf, text) for leaf, _ in added if leaf)
+
+
 def track_structure(index: TensorIndex, parts: Parts) -> None:
     """Tracks the modules, their tensors, and entries that are None.
 
@@ -172,8 +188,9 @@ def _slots(prefix: str, parts: Parts, container_of: ContainerOf) -> Iterator[Mod
         for name, tensor in container.items():
             if tensor is not None:
                 yield ModuleTensor(
-                    f"{prefix}.{without_wrappers(f'{path}.{name}' if path else name)}", container, name, tensor
-                )
+                    f"{prefix}.{without_wrappers(f'{path}.{name}' if path else name)}", container, name, tensor,
+                    container_of is buffers_of and not is_persistent(part, name),
+                )  # fmt: skip
 
 
 def _sharded_elsewhere(parts: Parts) -> list[ShardedFlatParameter]:

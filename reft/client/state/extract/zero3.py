@@ -49,7 +49,8 @@ def partitioned_parameters(parts: Parts) -> Iterator[ShardedFlatParameter]:
             if parameter is None or shard is None:
                 continue
             box, size = _slice_of(parameter)
-            piece = NamedParameter(f"{path}.{name}" if path else name, parameter, shard.detach()[:size], box)
+            full, shape = f"{path}.{name}" if path else name, tuple(parameter.ds_shape)
+            piece = NamedParameter(full, parameter, shard.detach()[:size], box, shape=shape)
             yield ShardedFlatParameter(vars(parameter), "ds_tensor", shard, [piece], {(id(parameters_of(part)), name)})
 
 

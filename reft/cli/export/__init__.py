@@ -1,0 +1,1 @@
+"""Writes a step of a job as files that anyone can load."""

@@ -1,0 +1,213 @@
+"""Reads what an export needs: which pieces there are, and their bytes, in the order of the slots.
+
+table and capsule of each old rank ─► pieces ─► match ─► a plan with one reader ─► blocks
+slots of lost ranks ─► decoded first, into a scratch file, and compared with their digests
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reft.cli.export.sources import ExportState
+from reft.core.coding.erasure import run_columns
+from reft.core.layout.layout import Leaf
+from reft.core.layout.regions import ByteRuns
+from reft.core.recovery.export_match import ExportMatch, match_export
+from reft.core.recovery.plan import DecodeOperation, ReadOperation, SlotReaders, TransferPlan, TransferSizes
+from reft.core.recovery.rebuild_plan import rebuild_plan
+from reft.core.recovery.shard_matching import PieceSource, UnforeseenLeaves, leaves_elsewhere, pieces_of
+from reft.core.recovery.stripes import StripeSlice
+from reft.errors import AttachError, FormatError
+from reft.wire import capsule_format
+from reft.wire.manifest import layouts_of
+from reft.wire.messages import places_from, table_from
+from reft.wire.slot_format import Bytes, chunk_digest
+from reft.wire.v1 import daemon_pb2 as pb
+
+READER = 0  # the only rank of the plans
+SIZES = TransferSizes(piece=4 << 20, band=16 << 20, ahead=4 << 20)
+ReadData = Callable[[int, int], Bytes]  # bytes begin..end of the data of one slot, verified
+
+
+class GatheredBlock(NamedTuple):
+    """Bytes of one tensor.
+
+    Attributes:
+        name: of the tensor's leaf.
+        data: bytes of an old piece.
+        runs: which of them go where in the tensor; `old` counts from the begin of `data`.
+    """
+
+    name: str
+    data: Bytes
+    runs: ByteRuns
+
+
+@dataclass(frozen=True)
+class GatheredState:
+    """One opened version.
+
+    Attributes:
+        state: the version.
+        trees: old rank → the tree of its capsule.
+        unforeseen: old rank → how its slot or capsule differs from the manifest.
+        leaves: old rank → its foreseen leaves, by name.
+    """
+
+    state: ExportState
+    trees: Mapping[int, Mapping[str, Any]]
+    unforeseen: Mapping[int, UnforeseenLeaves]
+    leaves: Mapping[int, Mapping[str, Leaf]]
+
+    @classmethod
+    def of(cls, state: ExportState) -> GatheredState:
+        """Reads the table and the capsule of each old rank.
+
+        Raises:
+            DamagedSlot: one is damaged.
+            FormatError: the manifest contradicts itself.
+        """
+        layouts, index = layouts_of(state.manifest)
+        by_layout = [{leaf.name: leaf for leaf in form.leaves()} for form in layouts.symbolic]
+        trees, unforeseen = {}, {}
+        for rank in range(state.manifest.world):
+            slot = state.slots.get(rank)
+            if slot is None and rank not in state.capsules:
+                raise AttachError(f"nothing holds rank {rank} of {state.version}.", "export another step")
+            data = slot.capsule() if slot is not None else state.capsules[rank].capsule
+            tree = capsule_format.decode(data, layouts.name_table(index[rank]))
+            others = ()
+            if slot is not None:
+                table = slot.table()
+                layout, places = table_from(table), places_from(table)
+                names = [{name for name, each in places.items() if each == place} for place in (pb.CELL, pb.INLINE)]
+                others = tuple(
+                    leaves_elsewhere(state.placement, rank, layout, names[0], by_layout[index[rank]], names[1])
+                )
+            trees[rank], unforeseen[rank] = tree, UnforeseenLeaves(frozenset(tree["absent"]), others)
+        return cls(state, trees, unforeseen, {rank: by_layout[at] for rank, at in enumerate(index)})
+
+    def match(self, has_optimizer: bool, dtype: str = "") -> ExportMatch:
+        """Returns the tensors of the export; see `match_export`."""
+        pieces, problems = pieces_of(self.state.placement, lambda rank: self.leaves[rank], self.unforeseen)
+        found = match_export(pieces, has_optimizer, dtype)
+        found.problems += problems
+        return found
+
+    def blocks(self, match: ExportMatch, scratch: Path) -> Iterator[GatheredBlock]:
+        """Yields the bytes of the tensors.
+
+        Args:
+            match: of this state.
+            scratch: a folder for the slots of lost ranks.
+
+        Raises:
+            DamagedSlot: a source is damaged.
+            AttachError: decoded bytes differ from what was saved.
+        """
+        state = self.state
+        with self._readers(match, scratch) as readers:
+            here = SlotReaders(
+                dict.fromkeys(readers, READER), dict.fromkeys(range(state.manifest.world), READER),
+                dict.fromkeys(readers, ""), [""],
+            )  # fmt: skip
+            plan = TransferPlan(match.needs, state.placement, here, sizes=SIZES, stored=state.stored)
+            for operation in plan.operations(READER):
+                assert isinstance(operation, ReadOperation), "every slot is at hand"
+                yield from self._read(operation, readers)
+
+    def _read(self, operation: ReadOperation, readers: Mapping[int, ReadData]) -> Iterator[GatheredBlock]:
+        inline = self.trees[operation.owner]["riders"] if operation.source is PieceSource.CAPSULE else {}
+        window = None if inline else readers[operation.owner](operation.begin, operation.end)
+        for part in operation.parts:
+            size = part.end - part.begin
+            if window is None:
+                data = np.frombuffer(inline[part.need.name], np.uint8)
+                if data.nbytes != part.need.nbytes:
+                    raise FormatError(
+                        f"{part.need.name} has {data.nbytes} bytes in its capsule, not {part.need.nbytes}."
+                    )
+                data = data[part.begin : part.end]
+            else:
+                data = window[part.at - operation.begin :][:size]
+            runs = part.need.copy.within(part.begin, part.end)
+            yield GatheredBlock(part.need.name, data, runs._replace(old=runs.old - part.begin))
+
+    # Lost slots
+
+    @contextmanager
+    def _readers(self, match: ExportMatch, scratch: Path) -> Iterator[dict[int, ReadData]]:
+        """Gives a reader for each old rank and parity number; decodes lost slots first."""
+        state = self.state
+        readers: dict[int, ReadData] = {number: slot.data for number, slot in state.slots.items()}
+        if not state.capsules:
+            yield readers
+            return
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            offsets, end = {}, 0
+            for rank in sorted(state.capsules):
+                offsets[rank] = end
+                end += state.placement.rank_placement(rank).data_bytes
+            file.truncate(max(end, 1))
+            memory = np.memmap(file, np.uint8, "r+")
+            made = {
+                rank: memory[at : at + state.placement.rank_placement(rank).data_bytes] for rank, at in offsets.items()
+            }
+            self._decode(made, readers)
+            for rank, data in made.items():
+                self._compare(rank, data)
+                readers[rank] = lambda begin, end, data=data: data[begin:end]
+            yield readers
+
+    def _decode(self, made: Mapping[int, Bytes], readers: Mapping[int, ReadData]) -> None:
+        state, rows = self.state, dict[StripeSlice, Bytes]()
+        try:
+            plan = rebuild_plan(state.placement, set(readers), set(made), SIZES, state.sections)
+            for operation in plan.operations(READER):
+                if isinstance(operation, ReadOperation) and operation.slice is not None:
+                    if operation.slice not in rows:
+                        rows[operation.slice] = _empty_rows(operation.slice)
+                    for part in operation.parts:
+                        for begin, at, size in part.need.copy.within(part.begin, part.end).rows():
+                            first = part.at - part.begin + begin
+                            rows[operation.slice][at : at + size] = readers[operation.owner](first, first + size)
+                elif isinstance(operation, DecodeOperation):
+                    _decode_slice(operation.slice, rows.pop(operation.slice), made)
+        except ValueError as error:
+            raise AttachError(f"{state.version} can't be decoded: {error}.", "export another step") from error
+
+    def _compare(self, rank: int, data: Bytes) -> None:
+        """Raises AttachError if a decoded slot differs from the digests in its capsule."""
+        digests, size = np.frombuffer(self.state.capsules[rank].digests, "<u8"), self.state.manifest.chunk_bytes
+        for number, at in enumerate(range(0, data.nbytes, size)):
+            if number >= len(digests) or chunk_digest(data[at : at + size]) != int(digests[number]):
+                raise AttachError(
+                    f"the decoded slot of rank {rank}, {self.state.version}, differs from what was saved.",
+                    "export another step; reft-cli list shows them",
+                )
+
+
+def _empty_rows(stripe_slice: StripeSlice) -> Bytes:
+    packets = len(stripe_slice.shards) * stripe_slice.lane.code.w
+    rows = np.empty(packets * stripe_slice.width, np.uint8)
+    for begin, end in stripe_slice.zeros:
+        rows[begin:end] = 0
+    return rows
+
+
+def _decode_slice(stripe_slice: StripeSlice, rows: Bytes, made: Mapping[int, Bytes]) -> None:
+    """Computes the made packets of a slice from its rows, in their slots."""
+    width, packets, program = stripe_slice.width, rows.reshape(-1, stripe_slice.width), stripe_slice.program
+    places = [made[owner][begin:end] for owner, begin, end in stripe_slice.made_packets()]
+    outputs = [place if place.nbytes == width else np.empty(width, np.uint8) for place in places]
+    run_columns(program, [packets[stripe_slice.row(shard) + packet] for shard, packet in program.inputs], outputs)
+    for place, output in zip(places, outputs, strict=True):
+        if place.nbytes < width:
+            place[:] = output[: place.nbytes]

@@ -1,0 +1,202 @@
+"""An export of a real job has the bits that torch's own checkpoint of the same step has."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from click.testing import CliRunner
+
+from reft.cli.export import start
+from reft.cli.export.command import ExportCommand
+from reft.cli.export.start import export_source
+from reft.cli.main import main
+from reft.wire.slot_format import read_head
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support import exported
+from tests.support.daemons import DaemonProcess, Site, until, vanish
+from tests.support.reshaped import Ranks
+from tests.support.stored import persist
+from tests.support.trainers import Spec, Trainers, run
+
+
+def trained(nodes: list[DaemonProcess], kind: str, folder: Path) -> dict[str, str]:
+    """Trains three steps, one rank on each node; returns the digests of torch's own checkpoint."""
+    save = folder / "dcp"
+    ranks = Ranks(Spec("", steps=3, options={"kind": kind, "save": str(save)}), len(nodes), [n.address for n in nodes])
+    assert ranks.wait(120) == [0] * len(nodes), ranks.errors()[-4000:]
+    until(lambda: not any(rank.alive for node in nodes for rank in node.status("job").ranks), what="the trainers' end")
+    return exported.digests(exported.loaded(save))
+
+
+def export(node: DaemonProcess | None, what: str, to: Path, *more: str, fails: bool = False) -> Any:
+    daemon = ["--daemon", node.address] if node else []
+    done = CliRunner().invoke(main, ["export", what, "--to", str(to), *more, *daemon], catch_exceptions=False)
+    assert (done.exit_code != 0) == fails, done.output
+    assert fails or not [each for each in to.parent.iterdir() if each.name.startswith(f".{to.name}")]
+    return done
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"), [("fsdp2", 4), ("hsdp2x2", 4), ("tp2xdp2", 4), ("pp2", 2), ("ddp", 2), ("ddp", 1)]
+)
+def test_whole_tensors_come_from_any_sharding(site: Site, tmp_path: Path, kind: str, world: int) -> None:
+    nodes = site.add(world)
+    expected = trained(nodes, kind, tmp_path)
+    export(nodes[-1], "job", tmp_path / "out")
+    assert exported.digests(exported.safetensors(tmp_path / "out")) == expected
+    if kind == "fsdp2":
+        export(nodes[0], "job", tmp_path / "dcp2", "--format", "dcp")
+        assert exported.digests(exported.loaded(tmp_path / "dcp2")) == expected
+
+
+def test_lost_nodes_are_decoded(site: Site, tmp_path: Path) -> None:
+    nodes = site.add(4)
+    expected = trained(nodes, "hsdp2x2", tmp_path)
+    vanish(nodes[1])
+    export(nodes[0], "job", tmp_path / "out")
+    assert exported.digests(exported.safetensors(tmp_path / "out")) == expected
+
+
+def flip(node: DaemonProcess) -> None:
+    """Changes bytes of every sealed slot of a node."""
+    for path in (node.folder / "job").glob("rank-*.slot-*"):
+        with open(path, "r+b") as file:
+            at = read_head(file.fileno())[1].geometry.data_offset
+            file.seek(at + 64)
+            data = file.read(1)
+            file.seek(at + 64)
+            file.write(bytes([data[0] ^ 1]))
+
+
+def test_damaged_chunk_comes_from_another_node_or_nothing_is_written(site: Site, tmp_path: Path) -> None:
+    nodes = site.add(2)
+    expected = trained(nodes, "ddp", tmp_path)
+    flip(nodes[1])
+    said = export(nodes[0], "job", tmp_path / "out").output
+    assert exported.digests(exported.safetensors(tmp_path / "out")) == expected and "damaged, not used" in said
+    flip(nodes[0])
+    refused = export(nodes[0], "job", tmp_path / "none", fails=True)
+    assert "can't be" in refused.output + refused.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["dcp", "out"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_loads_without_reft_into_one_rank_and_into_two(site: Site, tmp_path: Path, form: str) -> None:
+    nodes = site.add(4)
+    expected = trained(nodes, "fsdp2", tmp_path)
+    export(nodes[0], "job", tmp_path / "out", "--format", form)
+    if form == "safetensors":  # its names are those of the model
+        expected = {name.partition(".")[2]: value for name, value in expected.items()}
+    for world in (1, 2):
+        done = subprocess.run(
+            [sys.executable, "-I", exported.__file__, str(tmp_path / "out"), str(world)],
+            capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
+def test_storage_is_exported_without_a_daemon(site: Site, tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    nodes = site.add(2, "--persist", str(storage))
+    expected = trained(nodes, "fsdp2", tmp_path)
+    persist(storage, nodes)
+    vanish(*nodes)
+    export(None, f"{storage}/job", tmp_path / "out", "--step", "3")
+    assert exported.digests(exported.safetensors(tmp_path / "out")) == expected
+    refused = export(None, f"{storage}/job", tmp_path / "none", "--step", "2", fails=True)
+    assert "it has the steps 3" in refused.stderr
+    (path,) = storage.glob("job/*/e*/node-0.0/rank-0.slot")
+    with open(path, "r+b") as file:
+        file.seek(read_head(file.fileno())[1].geometry.data_offset)
+        file.write(b"\xff" * 64)
+    assert "has a wrong digest" in export(None, f"{storage}/job", tmp_path / "none", fails=True).stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_weights_alone_in_another_dtype_and_in_several_files(site: Site, tmp_path: Path) -> None:
+    nodes = site.add(2)
+    trained(nodes, "fsdp2", tmp_path)
+    out = tmp_path / "out"
+    result = json.loads(
+        export(nodes[0], "job", out, "--only", "weights", "--dtype", "bf16", "--max-shard", "600", "--json").stdout
+    )
+    wanted = {
+        name: each.to(torch.bfloat16)
+        for name, each in exported.loaded(tmp_path / "dcp").items()
+        if name.startswith("model.")
+    }
+    assert exported.digests(exported.safetensors(out)) == exported.digests(wanted)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert {f"model.{name}" for name in index["weight_map"]} == set(wanted)
+    assert set(index["weight_map"].values()) == {path.name for path in out.glob("*.safetensors")}
+    assert index["metadata"]["total_size"] == result["bytes"] == sum(each.nbytes for each in wanted.values())
+    assert not list(out.glob("optimizer*")) and "left out" in result["notes"][0]
+
+
+def test_nothing_is_overwritten(site: Site, tmp_path: Path) -> None:
+    (node,) = site.add(1)
+    trained([node], "ddp", tmp_path)
+    (tmp_path / "out").mkdir()
+    assert "exists" in export(node, "job", tmp_path / "out", fails=True).stderr
+    assert "no folder" in export(node, "job", tmp_path / "away" / "out", fails=True).stderr
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_running_job_trains_on_while_a_step_of_it_is_exported(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is kept: dozens of later steps are whole when its bytes are read."""
+    monkeypatch.setattr(start.os, "nice", lambda by: 0)  # this process goes on with other tests
+    nodes = site.add(2)
+    options = {"step_s": 0.02, "tells": True, "pause_at": [400]}
+    ranks = Trainers(Spec("", steps=400, options=options), 2, [node.address for node in nodes])
+    until(lambda: ranks.step() > 5, what="the first steps")
+    with export_source("job", lambda: nodes[1].address, -1, "") as source:
+        held = source.held
+        before = ranks.step()
+        until(lambda: ranks.step() > before + 30, what="later steps")
+        assert nodes[0].status("job").whole > held.step + 20, "the job trains on"
+        again = CliRunner().invoke(main, ["export", "job", "--to", str(tmp_path / "no"), "--daemon", nodes[0].address])
+        assert again.exit_code == 1 and f"another export reads step {held.step}" in again.stderr
+        report = ExportCommand(source, tmp_path / "out").run()
+    assert report.version == held
+    with export_source("job", lambda: nodes[0].address, -1, "") as source:
+        assert source.held.step > held.step, "the first step was given up"
+    ranks.kill()
+    expected = run(Spec(nodes[0].address, job="plain", steps=held.step), 2, [node.address for node in nodes])
+    found = exported.safetensors(tmp_path / "out")
+    assert {
+        name: hashlib.sha256(found[f"model.{name}"].reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name in expected[0]["digests"]
+        if f"model.{name}" in found
+    }.items() <= expected[0]["digests"].items()
+
+
+def test_hold_ends_by_itself(site: Site) -> None:
+    (node,) = site.add(1)
+    ranks = Trainers(Spec(node.address, steps=400, options={"step_s": 0.02, "tells": True, "pause_at": [400]}))
+    until(lambda: ranks.step() > 5, what="the first steps")
+    node.call("Hold", pb.HoldRequest(job="job", seconds=0.5))
+    with pytest.raises(grpc.RpcError, match="another export reads"):
+        node.call("Hold", pb.HoldRequest(job="job", seconds=0.5))
+
+    def is_free() -> bool:
+        with contextlib.suppress(grpc.RpcError):
+            node.call("Hold", pb.HoldRequest(job="job", seconds=60))
+            return True
+        return False
+
+    until(is_free, what="the end of the hold")
+    ranks.kill()
