@@ -45,6 +45,7 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import Arena
 from reft_daemon.jobs import rounds
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.peers.holds import HoldService
 from reft_daemon.peers.persist_run import ATTEMPTS, CALL_S, PersistRun
 from reft_daemon.peers.round_replicator import PeerChannels, reason_of
 from reft_daemon.persist.node_writer import NodeWriter
@@ -133,6 +134,7 @@ class PersistService:
 
     Attributes:
         reader: the way back, from checkpoints to slots.
+        holds: keeps the step of an export.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class PersistService:
         self._failpoints = failpoints
         self._persister = Persister(settings.root, settings.key_file) if settings else None
         self.reader = StoredReader(self._persister, memory)
+        self.holds = HoldService(peers, settings is not None)
         self._states: dict[str, JobState] = {}
         self.writer = NodeWriter(self._persister)
         self._flushed: dict[str, Epoch] = {}  # job → the epoch whose end was flushed
@@ -157,6 +160,8 @@ class PersistService:
     async def run(self) -> None:
         """Begins what is due, until it is cancelled. Without `--persist` nothing is."""
         while True:
+            for job in list(self._jobs.values()):
+                self.holds.look(job)
             for job in list(self._jobs.values()) if self.settings else []:
                 try:
                     self._look(job)
@@ -179,6 +184,7 @@ class PersistService:
     def drop(self, name: str) -> None:
         """Ends all work for a job that is dropped."""
         self.writer.drop(name)
+        self.holds.drop(name)
         if name in self._states:
             self._states.pop(name).stop()
         self._flushed.pop(name, None)
@@ -302,7 +308,7 @@ class PersistService:
                 log.warning("job=%s is not persisted: %s", job.id, reason)
             return
         state, pins, now = self._state_of(job), job.round.outcome.pins, time.monotonic()
-        if state.task is not None or pins.whole < 0:
+        if state.task is not None or pins.whole < 0 or self.holds.is_held(job):
             return
         if 0 <= pins.persist <= max(state.cadence.persisted, state.cadence.given_up):
             rounds.pin_persist(job, -1)  # the pins could not be recorded when it ended

@@ -431,6 +431,15 @@ class DaemonService(pb_grpc.DaemonServicer):
         except grpc.RpcError as error:
             await context.abort(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}")
 
+    @translated
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> pb.HoldReply:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        try:
+            return await self._registry.persists.holds.hold(job, request)
+        except grpc.RpcError as error:
+            await context.abort(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}")
+
 
 class PeerService(pb_grpc.PeerServicer):
     """The calls of other daemons."""

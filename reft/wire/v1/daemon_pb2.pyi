@@ -1038,6 +1038,22 @@ class PersistJobReply(_message.Message):
     storage: StorageStatus
     def __init__(self, step: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., done: bool = ..., trouble: _Optional[str] = ..., storage: _Optional[_Union[StorageStatus, _Mapping]] = ...) -> None: ...
 
+class HoldRequest(_message.Message):
+    __slots__ = ("job", "version", "seconds")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    version: Version
+    seconds: float
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class HoldReply(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: Version
+    def __init__(self, version: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+
 class PersistRequest(_message.Message):
     __slots__ = ("job", "epoch", "version", "lineage", "attempt")
     JOB_FIELD_NUMBER: _ClassVar[int]

@@ -94,6 +94,11 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.PersistJobRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.PersistJobReply.FromString,
                 )
+        self.Hold = channel.unary_unary(
+                '/reft.v1.Daemon/Hold',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.HoldRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.HoldReply.FromString,
+                )
         self.AgentBeat = channel.unary_unary(
                 '/reft.v1.Daemon/AgentBeat',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.AgentBeatRequest.SerializeToString,
@@ -205,6 +210,12 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Hold(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AgentBeat(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -299,6 +310,11 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.PersistJob,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.PersistJobRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.PersistJobReply.SerializeToString,
+            ),
+            'Hold': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hold,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.HoldRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.HoldReply.SerializeToString,
             ),
             'AgentBeat': grpc.unary_unary_rpc_method_handler(
                     servicer.AgentBeat,
@@ -589,6 +605,23 @@ class Daemon(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/PersistJob',
             reft_dot_v1_dot_daemon__pb2.PersistJobRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.PersistJobReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Hold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Hold',
+            reft_dot_v1_dot_daemon__pb2.HoldRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.HoldReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
