@@ -27,6 +27,7 @@ from reft.cli.ask import NoSuchJob, ask, local_address
 from reft.cli.export.casts import NAMES
 from reft.cli.export.command import ExportCommand, report_lines
 from reft.cli.export.start import export_source, progress
+from reft.cli.go_back import GoBackCommand
 from reft.cli.persist import persist_job, progress_text
 from reft.cli.recover import RecoverCommand, replacement_here
 from reft.cli.signals import unwinding
@@ -168,9 +169,10 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
     metavar="NODE=ADDR",
     help="The daemon that replaces a lost node. Repeat for each lost node.",
 )
+@click.option("--step", type=click.IntRange(min=0), help="Go back to this step, on purpose. Newer steps count no more.")
 @json_option
 @daemon_option
-def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: str | None) -> None:
+def recover(job: str, yes: bool, onto: tuple[str, ...], step: int | None, as_json: bool, daemon: str | None) -> None:
     """Shows the losses of JOB, and rebuilds them with --yes.
 
     End all trainers of JOB first. A plain restart of JOB does not need this command: it finds lost
@@ -185,9 +187,17 @@ def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: s
          reft-cli recover JOB --yes --onto NODE=HOST:PORT
     4. Start JOB again.
 
+    With --step, and --yes, the next start of JOB begins from that step, from memory or storage, for
+    example after a loss spike. This can't be undone.
+
     Exit code 4: no step can be restored.
     """
     with failing(as_json):
+        if step is not None:
+            if onto:
+                raise ConfigError("--step and --onto can't be combined.", "go back first, then rebuild")
+            _go_back(GoBackCommand(local_address(daemon), job, step), yes, as_json)
+            return
         run = RecoverCommand(local_address(daemon), job, pairs_of(onto), replacement_here(daemon))
         view = run.rebuild(lambda text: None if as_json else click.echo(text)) if yes else run.look()[0]
     code = EXIT_LOST if view.outcome == "unrecoverable" else 0
@@ -447,6 +457,27 @@ def pairs_of(arguments: Iterable[str]) -> dict[str, str]:
             )
         address_of[node] = rpc.check_address(address)
     return address_of
+
+
+def _go_back(command: GoBackCommand, yes: bool, as_json: bool) -> None:
+    """Goes back to a step with --yes; else only says what would be."""
+    base, newer = command.base, command.newer()
+    nodes = command.run() if yes else []
+    if as_json:
+        result = {
+            "job": command.job, "step": base.step, "epoch": base.epoch.counter, "done": yes, "nodes": nodes,
+            "in_memory": base in command.in_memory, "on_storage": base in command.on_storage,
+            "given_up": [each.step for each in newer],
+        }  # fmt: skip
+        click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result}, indent=2))
+        return
+    where = "memory" if base in command.in_memory else "storage"
+    given_up = f" {counted(len(newer), 'newer step')} (up to step {newer[0].step}) count no more." if newer else ""
+    if yes:
+        click.echo(f"job {command.job}: the next start begins from {base}, from {where}.{given_up}")
+    else:
+        click.echo(f"job {command.job} can go back to {base}, from {where}.{given_up}")
+        click.echo("Nothing was changed. Add --yes to go back.")
 
 
 def _confirm(question: str) -> None:

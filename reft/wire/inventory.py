@@ -212,6 +212,17 @@ class JobSurvey:
         parity = [slot for slot in self.parity if slot.version == version]
         return recovery.plan(held, copies, self.placements, self.decision, erased, parity)
 
+    def guard_below(self, base: Version) -> Version | None:
+        """Returns the newest version, not newer than `base`, that survives lost nodes."""
+
+        def is_kept(version: Version | None) -> bool:
+            return version is not None and (version == base or version.is_older_than(base))
+
+        held = [slot for slot in self.held if is_kept(slot.version)]
+        copies = [copy for copy in self.copies if is_kept(copy.version)]
+        parity = [slot for slot in self.parity if is_kept(slot.version)]
+        return recovery.plan(held, copies, self.placements, self.decision, parity=parity).guard
+
     def restorable(self) -> list[Version]:
         """Returns the versions that can be restored now, the newest one first."""
         versions = {slot.version for slot in self.held if slot.version is not None}

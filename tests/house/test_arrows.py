@@ -42,6 +42,7 @@ LAYERS = {
     "reft.client": (
         *(
             "attach",
+            "dcp_skeleton",
             "session",
             "schedule",
             "restore",
@@ -80,6 +81,8 @@ LAYERS = {
         *(
             "main",
             "demo",
+            "export",
+            "go_back",
             "persist",
             "recover",
             "recover_view",

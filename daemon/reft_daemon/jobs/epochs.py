@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterable, Mapping
 
@@ -21,6 +22,8 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease, refuse_living
 from reft_daemon.jobs.persistence import save
 from reft_daemon.jobs.undo import record_to_keep
+
+log = logging.getLogger("reft.daemon")
 
 
 def decide(
@@ -55,11 +58,15 @@ def decide(
     if kept_leases:
         check_kept(job, messages.decision_from(request.decision))
     before = record_to_keep(job)
-    restores = job.restores if kept_leases else restores_with(job, request)  # a new layout restores nothing
+    # a new layout restores nothing, and after a person's choice counting begins anew
+    restores = job.restores if kept_leases else None if request.goes_back else restores_with(job, request)
     job.record = next_record(job.record, request, placement.holders)
     if restores is not None:
         job.record.restores.CopyFrom(restores)
-    job.record.before.CopyFrom(before)
+    if request.goes_back:
+        log.warning("job=%s goes back to %s, by reft-cli recover --step", job.id, request.decision.base.step)
+    else:  # a refused attach undoes its own decision, not a person's
+        job.record.before.CopyFrom(before)
     job.leases = kept_leases
     for lease in kept_leases.values():
         lease.given_slots.clear()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from reft.core.commit.gradient_records import RECORD_SLOTS_MAX
+from reft.core.membership.job_identity import check_name
 from reft.core.recovery.survey_timeout import WHOLE_S, survey_timeout_s
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.wire import local_socket, messages, rpc
@@ -264,8 +265,26 @@ class DaemonService(pb_grpc.DaemonServicer):
     @translated
     async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideReply:
         await authorise(self._registry, request.manifest.job, context)
+        if request.HasField("node"):
+            if not _is_local(context):
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "calls are forwarded only from the unix socket")
+            node, token, passed = request.node, request.manifest.token, pb.DecideRequest()
+            passed.CopyFrom(request)
+            passed.ClearField("node")
+            with _naming_node(node):
+                return await self._registry.peers.call(  # type: ignore[return-value]
+                    node, token, pb_grpc.DaemonStub, "Decide", passed, context.time_remaining()
+                )
         await self._registry.decide(request)
         return pb.DecideReply()
+
+    @translated
+    async def StoreDecision(self, request: pb.StoreDecisionRequest, context: Context) -> pb.StoreDecisionReply:
+        await _refuse_remote(context)
+        check_name(request.job)
+        decision = messages.decision_from(request.decision)
+        await self._registry.persists.store_decision(request.job, request.lineage, decision)
+        return pb.StoreDecisionReply()
 
     @translated
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseReply:

@@ -451,7 +451,7 @@ class OpenStoredReply(_message.Message):
     def __init__(self, damage: _Optional[str] = ..., opening: bool = ..., fetched_bytes: _Optional[int] = ...) -> None: ...
 
 class DecideRequest(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest", "trainers", "guard_manifest")
+    __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest", "trainers", "guard_manifest", "goes_back", "node")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -459,6 +459,8 @@ class DecideRequest(_message.Message):
     BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
     GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    GOES_BACK_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
@@ -466,9 +468,25 @@ class DecideRequest(_message.Message):
     base_manifest: Manifest
     trainers: _containers.RepeatedScalarFieldContainer[int]
     guard_manifest: Manifest
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., trainers: _Optional[_Iterable[int]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+    goes_back: bool
+    node: Node
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., trainers: _Optional[_Iterable[int]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., goes_back: bool = ..., node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
 
 class DecideReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StoreDecisionRequest(_message.Message):
+    __slots__ = ("job", "lineage", "decision")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    lineage: str
+    decision: Decision
+    def __init__(self, job: _Optional[str] = ..., lineage: _Optional[str] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
+
+class StoreDecisionReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -34,6 +34,11 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.DecideRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.DecideReply.FromString,
                 )
+        self.StoreDecision = channel.unary_unary(
+                '/reft.v1.Daemon/StoreDecision',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.StoreDecisionRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.StoreDecisionReply.FromString,
+                )
         self.Secure = channel.unary_unary(
                 '/reft.v1.Daemon/Secure',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.SecureRequest.SerializeToString,
@@ -133,6 +138,12 @@ class DaemonServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Decide(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreDecision(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -250,6 +261,11 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.Decide,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.DecideRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.DecideReply.SerializeToString,
+            ),
+            'StoreDecision': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreDecision,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.StoreDecisionRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.StoreDecisionReply.SerializeToString,
             ),
             'Secure': grpc.unary_unary_rpc_method_handler(
                     servicer.Secure,
@@ -401,6 +417,23 @@ class Daemon(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Decide',
             reft_dot_v1_dot_daemon__pb2.DecideRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.DecideReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def StoreDecision(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/StoreDecision',
+            reft_dot_v1_dot_daemon__pb2.StoreDecisionRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.StoreDecisionReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
