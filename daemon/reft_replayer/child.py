@@ -22,11 +22,11 @@ from google.protobuf.message import DecodeError
 
 from reft.errors import FormatError, ReftError
 from reft.failpoints import Failpoints
+from reft.replay.section_replay import CopiesDiffer, replay
 from reft.wire.shm import map_file
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import replay_pb2
 from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message
-from reft_replayer.section_replay import CopiesDiffer, replay
 
 log = logging.getLogger("reft.replayer")
 

@@ -29,7 +29,7 @@ PROGRAMS = {
     "reft_daemon": "daemon",
     "reft_replayer": "daemon",  # a child of the daemon, in a package of its own because of torch
 }
-AREAS = PROGRAMS | {"reft.wire": "wire", "reft.core": "core"} | {leaf: leaf for leaf in LEAVES}
+AREAS = PROGRAMS | {"reft.replay": "replay", "reft.wire": "wire", "reft.core": "core"} | {leaf: leaf for leaf in LEAVES}
 
 # Core gets time, random numbers and the outside world as arguments, so a simulator can drive it.
 IMPURE = {
@@ -59,7 +59,16 @@ LAYERS = {
         *("budget", "text"),
     ),
     "reft.wire": (
-        *("rebuild_request", "stored_format", "inventory", "manifest", "daemon_launcher", "local_socket", "rpc"),
+        *(
+            "rebuild_request",
+            "stored_format",
+            "inventory",
+            "replay_sections",
+            "manifest",
+            "daemon_launcher",
+            "local_socket",
+            "rpc",
+        ),
         *(
             "messages",
             "timeline_socket",
@@ -199,10 +208,13 @@ def reachable(module: str, importing_area: str, late: bool) -> set[str]:
         return LEAVES - {"reft.schedules"}
     if importing_area == "wire":
         return LEAVES | {"core"}
+    if importing_area == "replay":
+        return LEAVES | {"wire", "core"}
     if importing_area == "face":
         return LEAVES | ({"client"} if late else set())
     # The demo's trainer is a user's script, so it imports the public API.
-    return LEAVES | {"wire", "core"} | ({"face"} if importing_area in {"client", "demo"} else set())
+    folds = {"replay"} if within(module, "reft.client") or within(module, "reft_replayer") else set()
+    return LEAVES | {"wire", "core"} | folds | ({"face"} if importing_area in {"client", "demo"} else set())
 
 
 def subpackage(package: str, name: str) -> str:

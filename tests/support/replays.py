@@ -11,6 +11,7 @@ import torch
 
 from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout, Leaf, align, pack
+from reft.replay.fold import reads_parameter
 from reft.wire import capsule_format, messages
 from reft.wire.capsule_format import NameTable
 from reft.wire.record_format import (
@@ -26,7 +27,6 @@ from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import replay_pb2
 from reft_daemon.arena.arena import SlotFile
-from reft_replayer.fold import reads_parameter
 from tests.support.parity import CHUNK, at, memory_slot
 
 OPTIMIZER = "optimizer.0"
@@ -194,7 +194,7 @@ class ReplayScene:
     def _section(self, owner: TrainingOwner, begin: int, inline: Mapping[str, bytes]) -> replay_pb2.ReplaySection:
         layout, leaves = owner.layout, owner.leaves
         return replay_pb2.ReplaySection(
-            owner=owner.rank, begin=begin, nbytes=layout.data_bytes,
+            owner=owner.rank, base_begin=begin, begin=begin, nbytes=layout.data_bytes,
             leaves=[messages.leaf_to(*each) for each in zip(layout.leaves, layout.offsets, strict=True)],
             inline_leaves=[messages.leaf_to(leaves[name], place=pb.INLINE) for name in inline],
             inline_bytes=list(inline.values()), digests=section_digests(owner.section()), chunk_bytes=CHUNK,

@@ -19,15 +19,15 @@ from typing import Final
 from reft.core.commit.replay_trials import ReplayTrials
 from reft.core.commit.version import Epoch, Version
 from reft.errors import ReftError
+from reft.wire.replay_sections import OwnerFacts
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
 from reft_daemon.peers.replay_order import (
     LateRecord,
-    OwnerFacts,
     ReplayInputs,
-    owner_facts,
+    copied_owners,
     replay_inputs,
     replay_order,
 )
@@ -136,7 +136,7 @@ class ReplayService:
         manifest = job.record.manifest
         # Layouts of many leaves take a while, and rounds must go on.
         if lane.owners is None or lane.owners[0] != job.epoch:
-            lane.owners = job.epoch, await asyncio.to_thread(owner_facts, manifest, local)
+            lane.owners = job.epoch, await asyncio.to_thread(copied_owners, manifest, local)
         order = await asyncio.to_thread(
             replay_order, local, lane.owners[1], inputs, version, manifest.chunk_bytes
         )  # fmt: skip

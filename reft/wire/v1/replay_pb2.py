@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from reft.wire.v1 import daemon_pb2 as reft_dot_v1_dot_daemon__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14reft/v1/replay.proto\x12\x07reft.v1\x1a\x14reft/v1/daemon.proto\"\x9c\x01\n\x0bReplayOrder\x12\x1e\n\x04\x62\x61se\x18\x01 \x01(\x0b\x32\x10.reft.v1.Version\x12!\n\x07version\x18\x02 \x01(\x0b\x32\x10.reft.v1.Version\x12\x0c\n\x04lane\x18\x03 \x01(\x0c\x12\x12\n\ndata_bytes\x18\x04 \x01(\x04\x12(\n\x08sections\x18\x05 \x03(\x0b\x32\x16.reft.v1.ReplaySection\"\xe2\x01\n\rReplaySection\x12\r\n\x05owner\x18\x01 \x01(\r\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\"\n\x06leaves\x18\x04 \x03(\x0b\x32\x12.reft.v1.LeafEntry\x12)\n\rinline_leaves\x18\x05 \x03(\x0b\x32\x12.reft.v1.LeafEntry\x12\x14\n\x0cinline_bytes\x18\x06 \x03(\x0c\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x13\n\x0b\x63hunk_bytes\x18\x08 \x01(\x04\x12\x18\n\x10has_whole_chunks\x18\t \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14reft/v1/replay.proto\x12\x07reft.v1\x1a\x14reft/v1/daemon.proto\"\x9c\x01\n\x0bReplayOrder\x12\x1e\n\x04\x62\x61se\x18\x01 \x01(\x0b\x32\x10.reft.v1.Version\x12!\n\x07version\x18\x02 \x01(\x0b\x32\x10.reft.v1.Version\x12\x0c\n\x04lane\x18\x03 \x01(\x0c\x12\x12\n\ndata_bytes\x18\x04 \x01(\x04\x12(\n\x08sections\x18\x05 \x03(\x0b\x32\x16.reft.v1.ReplaySection\"\xf6\x01\n\rReplaySection\x12\r\n\x05owner\x18\x01 \x01(\r\x12\r\n\x05\x62\x65gin\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\"\n\x06leaves\x18\x04 \x03(\x0b\x32\x12.reft.v1.LeafEntry\x12)\n\rinline_leaves\x18\x05 \x03(\x0b\x32\x12.reft.v1.LeafEntry\x12\x14\n\x0cinline_bytes\x18\x06 \x03(\x0c\x12\x0f\n\x07\x64igests\x18\x07 \x03(\x06\x12\x13\n\x0b\x63hunk_bytes\x18\x08 \x01(\x04\x12\x18\n\x10has_whole_chunks\x18\t \x01(\x08\x12\x12\n\nbase_begin\x18\n \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,5 +25,5 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_REPLAYORDER']._serialized_start=56
   _globals['_REPLAYORDER']._serialized_end=212
   _globals['_REPLAYSECTION']._serialized_start=215
-  _globals['_REPLAYSECTION']._serialized_end=441
+  _globals['_REPLAYSECTION']._serialized_end=461
 # @@protoc_insertion_point(module_scope)

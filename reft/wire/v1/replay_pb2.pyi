@@ -21,7 +21,7 @@ class ReplayOrder(_message.Message):
     def __init__(self, base: _Optional[_Union[_daemon_pb2.Version, _Mapping]] = ..., version: _Optional[_Union[_daemon_pb2.Version, _Mapping]] = ..., lane: _Optional[bytes] = ..., data_bytes: _Optional[int] = ..., sections: _Optional[_Iterable[_Union[ReplaySection, _Mapping]]] = ...) -> None: ...
 
 class ReplaySection(_message.Message):
-    __slots__ = ("owner", "begin", "nbytes", "leaves", "inline_leaves", "inline_bytes", "digests", "chunk_bytes", "has_whole_chunks")
+    __slots__ = ("owner", "begin", "nbytes", "leaves", "inline_leaves", "inline_bytes", "digests", "chunk_bytes", "has_whole_chunks", "base_begin")
     OWNER_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class ReplaySection(_message.Message):
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     HAS_WHOLE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BASE_BEGIN_FIELD_NUMBER: _ClassVar[int]
     owner: int
     begin: int
     nbytes: int
@@ -40,4 +41,5 @@ class ReplaySection(_message.Message):
     digests: _containers.RepeatedScalarFieldContainer[int]
     chunk_bytes: int
     has_whole_chunks: bool
-    def __init__(self, owner: _Optional[int] = ..., begin: _Optional[int] = ..., nbytes: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[_daemon_pb2.LeafEntry, _Mapping]]] = ..., inline_leaves: _Optional[_Iterable[_Union[_daemon_pb2.LeafEntry, _Mapping]]] = ..., inline_bytes: _Optional[_Iterable[bytes]] = ..., digests: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., has_whole_chunks: bool = ...) -> None: ...
+    base_begin: int
+    def __init__(self, owner: _Optional[int] = ..., begin: _Optional[int] = ..., nbytes: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[_daemon_pb2.LeafEntry, _Mapping]]] = ..., inline_leaves: _Optional[_Iterable[_Union[_daemon_pb2.LeafEntry, _Mapping]]] = ..., inline_bytes: _Optional[_Iterable[bytes]] = ..., digests: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., has_whole_chunks: bool = ..., base_begin: _Optional[int] = ...) -> None: ...

@@ -25,11 +25,11 @@ from reft.core.commit.gradient_records import RecordDigests, chain_gap
 from reft.core.commit.slots import SlotState
 from reft.errors import FormatError, ReftError
 from reft.failpoints import Failpoints
+from reft.replay.fold import HOST, CannotFold, ParameterFold
 from reft.wire import messages
 from reft.wire.record_format import NO_PARAMETER, GradientRecord, RecordLeaf, RecordUpdate, read_record
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 from reft.wire.v1 import replay_pb2
-from reft_replayer.fold import CannotFold, ParameterFold
 
 
 class CopiesDiffer(ReftError):
@@ -52,7 +52,12 @@ class RecordedUpdate(NamedTuple):
 
 
 def replay(
-    order: replay_pb2.ReplayOrder, base: SlotMap, target: SlotMap, slots: Sequence[SlotMap], failpoints: Failpoints
+    order: replay_pb2.ReplayOrder,
+    base: SlotMap,
+    target: SlotMap,
+    slots: Sequence[SlotMap],
+    failpoints: Failpoints,
+    device: torch.device = HOST,
 ) -> None:
     """Fills and seals `target`.
 
@@ -61,7 +66,8 @@ def replay(
         base: the copies of the earlier version.
         target: written anew, whatever it holds.
         slots: the records of the marks behind the base, in any order.
-        failpoints: let tests end this process.
+        failpoints: let tests end this process, or drop an update.
+        device: where the optimizers compute.
 
     Raises:
         CannotFold: something is missing or damaged; the target holds nothing.
@@ -80,14 +86,17 @@ def replay(
     failpoints.hit("replay.copied", step=version.step)
     for section in order.sections:
         data = target.data[section.begin : section.begin + section.nbytes]
-        for fold, update in _updates(section, data, records):
-            _apply(fold, update)
-            failpoints.hit("replay.updated", step=version.step)
+        for fold, updates in _folds(section, data, records, device):
+            for update in updates:
+                if not failpoints.hit("replay.update", step=version.step):
+                    _apply(fold, update)
+                failpoints.hit("replay.updated", step=version.step)
+            fold.finish()
     failpoints.hit("replay.folded", step=version.step)
     for section in order.sections:
         data = target.data[section.begin : section.begin + section.nbytes]
         if wrong := _wrong_chunks(section, data):
-            raise CopiesDiffer(_difference(section.owner, len(wrong), len(section.digests), base, records))
+            raise CopiesDiffer(_difference(section, wrong, base, records))
     digests = np.array([chunk_digest(target.chunk(index)) for index in range(target.chunks)], np.uint64)
     target.landed()
     failpoints.hit("replay.landed", step=version.step)
@@ -120,14 +129,14 @@ def _copy_sections(order: replay_pb2.ReplayOrder, base: SlotMap, target: SlotMap
     for section in sorted(order.sections, key=lambda section: section.begin):
         target.data[end : section.begin] = 0
         end = section.begin + section.nbytes
-        np.copyto(target.data[section.begin : end], base.data[section.begin : end])
+        np.copyto(target.data[section.begin : end], base.data[section.base_begin :][: section.nbytes])
     target.data[end : order.data_bytes] = 0
 
 
-def _updates(
-    section: replay_pb2.ReplaySection, data: Bytes, records: Sequence[MappedRecord]
-) -> Iterator[tuple[ParameterFold, RecordedUpdate]]:
-    """Yields each update of a section, parameter by parameter."""
+def _folds(
+    section: replay_pb2.ReplaySection, data: Bytes, records: Sequence[MappedRecord], device: torch.device
+) -> Iterator[tuple[ParameterFold, list[RecordedUpdate]]]:
+    """Yields each parameter of a section that was updated, and its updates."""
     updates: dict[tuple[str, str], list[RecordedUpdate]] = {}
     for record, slot in records:
         for update in record.updates:
@@ -140,9 +149,7 @@ def _updates(
         kind = of_parameter[0].update.kind
         if any(each.update.kind != kind for each in of_parameter):
             raise CannotFold(f"{name} is updated by two classes of optimizers.")
-        fold = ParameterFold(name, kind, states[optimizer].pop(name, {}))
-        for each in of_parameter:
-            yield fold, each
+        yield ParameterFold(name, kind, states[optimizer].pop(name, {}), device), of_parameter
 
 
 def _states(section: replay_pb2.ReplaySection, data: Bytes, optimizer: str) -> dict[str, dict[str, torch.Tensor]]:
@@ -198,9 +205,14 @@ def _wrong_chunks(section: replay_pb2.ReplaySection, data: Bytes) -> list[int]:
     return wrong
 
 
-def _difference(owner: int, wrong: int, chunks: int, base: SlotMap, records: Sequence[MappedRecord]) -> str:
+def _difference(
+    section: replay_pb2.ReplaySection, wrong: Sequence[int], base: SlotMap, records: Sequence[MappedRecord]
+) -> str:
     """Returns what differs, and the reason if memory has changed."""
-    text = f"the recomputed state of rank {owner} differs from the owner's in {wrong} of {chunks} chunks"
+    text = (
+        f"the recomputed state of rank {section.owner} differs from the owner's in {len(wrong)} of "
+        f"{len(section.digests)} chunks, first in chunk {wrong[0]}"
+    )
     if base.bad_chunks():
         return f"{text}: the copies that it began from have changed in memory."
     for record, slot in records:
@@ -211,10 +223,13 @@ def _difference(owner: int, wrong: int, chunks: int, base: SlotMap, records: Seq
 
 def _check_order(order: replay_pb2.ReplayOrder, base: SlotMap, target: SlotMap) -> None:
     """Raises FormatError if an order does not fit its slots."""
-    held = min(base.header.data_bytes, target.header.geometry.data_capacity)
-    ends = [section.begin + section.nbytes for section in order.sections]
-    if order.data_bytes > held or max(ends, default=0) > order.data_bytes:
-        raise FormatError(f"copies of {order.data_bytes} bytes with sections up to {ends} don't fit into {held}.")
+    held, room = base.header.data_bytes, target.header.geometry.data_capacity
+    copied = max((section.base_begin + section.nbytes for section in order.sections), default=0)
+    made = max((section.begin + section.nbytes for section in order.sections), default=0)
+    if copied > held or made > order.data_bytes or order.data_bytes > room:
+        raise FormatError(
+            f"sections up to byte {copied} of {held} don't fit up to byte {made} of {order.data_bytes}, in {room}."
+        )
     for section in order.sections:
         chunks = -(-section.nbytes // section.chunk_bytes)
         outside = [leaf.name for leaf in section.leaves if leaf.offset + leaf.nbytes > section.nbytes]

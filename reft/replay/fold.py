@@ -4,8 +4,9 @@
     gradient ─► scratch ────────────┼─► torch.optim's step ─► the same state, one update later
     parameter, or zeros ─► scratch ─┘
 
-The state is updated in place: its tensors map a slot. Gradient and parameter are copied first: a
-step writes the parameter, and SGD's foreach step with nesterov writes the gradient too.
+On the host the state is updated in place: its tensors map a slot. On another device a copy of the
+state is updated, and `finish` brings it back. Gradient and parameter are copied first: a step
+writes the parameter, and SGD's foreach step with nesterov writes the gradient too.
 
 When the result has the owner's bits (torch 2.13 on CPU, tried by the tests and by hand):
 
@@ -30,6 +31,7 @@ import torch
 
 from reft.errors import ReftError
 
+HOST: Final = torch.device("cpu")
 CLASSES: Final = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 
@@ -49,23 +51,26 @@ class ParameterFold:
     Args:
         name: of the parameter, for messages.
         kind: name of the optimizer's class in torch.optim.
-        state: key → tensor of the state before the update; updated in place.
+        state: key → tensor on the host, of the state before the update; see `finish`.
+        device: where the optimizer computes.
 
     Raises:
         CannotFold: the class is not one of CLASSES.
     """
 
-    def __init__(self, name: str, kind: str, state: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, name: str, kind: str, state: Mapping[str, torch.Tensor], device: torch.device = HOST) -> None:
         if kind not in CLASSES:
             raise CannotFold(f"{name} is updated by {kind}; recomputed are {', '.join(CLASSES)}.")
         self._name = name
         self._kind = kind
-        self._state = dict(state)
+        self._device = device
+        self._given = dict(state)
+        self._state = dict(state)  # what the optimizer updates
         self._optimizer: torch.optim.Optimizer | None = None
 
     def stride_of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the strides of the parameter: those of its state with the same shape."""
-        for tensor in self._state.values():
+        for tensor in self._given.values():
             if tuple(tensor.shape) == tuple(shape):
                 return tensor.stride()
         raise CannotFold(f"{self._name} of shape {list(shape)} has no state of that shape.")
@@ -84,7 +89,7 @@ class ParameterFold:
         if parameter is None and reads_parameter(self._kind, scalars):
             raise CannotFold(f"the update of {self._name} reads the parameter, which was not recorded.")
         try:
-            optimizer, live = self._prepared(gradient)
+            optimizer, live = self._prepared(scalars, gradient)
             with torch.no_grad():
                 live.copy_(parameter) if parameter is not None else live.zero_()
             live.grad.copy_(gradient)  # type: ignore[union-attr]
@@ -94,11 +99,32 @@ class ParameterFold:
             raise CannotFold(f"torch refuses the update of {self._name}: {error}.") from error
         self._check(optimizer.state[live])
 
-    def _prepared(self, gradient: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+    def finish(self) -> None:
+        """Writes the updated state into the given tensors, after the last update.
+
+        Raises:
+            CannotFold: the device gives an error.
+        """
+        try:
+            for key, tensor in self._given.items():
+                if self._state[key] is not tensor:
+                    tensor.copy_(self._state[key])
+        except RuntimeError as error:
+            raise CannotFold(f"the state of {self._name} can't be read from {self._device}: {error}.") from error
+
+    def _prepared(
+        self, scalars: Mapping[str, Any], gradient: torch.Tensor
+    ) -> tuple[torch.optim.Optimizer, torch.Tensor]:
         """Returns the optimizer of one parameter, which is scratch, as is its gradient."""
         if self._optimizer is None:
-            live = torch.empty_like(gradient).requires_grad_()
-            live.grad = torch.empty_like(gradient)
+            live = torch.empty_like(gradient, device=self._device).requires_grad_()
+            live.grad = torch.empty_like(live, requires_grad=False)
+            # torch's optimizers count steps on the host, unless one of these settings is on.
+            counts_here = bool(scalars.get("capturable") or scalars.get("fused"))
+            self._state = {
+                key: tensor if key == "step" and not counts_here else tensor.to(self._device)
+                for key, tensor in self._given.items()
+            }
             self._optimizer = CLASSES[self._kind]([live])
             self._optimizer.state[live].update(self._state)
         return self._optimizer, self._optimizer.param_groups[0]["params"][0]

@@ -10,9 +10,9 @@ import torch
 from reft.core.commit.slots import SlotState
 from reft.errors import FormatError, ReftError
 from reft.failpoints import Failpoints, InjectedFault
-from reft_replayer import fold
-from reft_replayer.fold import CannotFold
-from reft_replayer.section_replay import CopiesDiffer, replay
+from reft.replay import fold
+from reft.replay.fold import CannotFold
+from reft.replay.section_replay import CopiesDiffer, replay
 from tests.support.parity import at
 from tests.support.replays import ADAMW, ReplayScene, seal, section_digests, write_record
 

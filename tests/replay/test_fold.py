@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from reft_replayer.fold import CannotFold, ParameterFold, reads_parameter
+from reft.replay.fold import CannotFold, ParameterFold, reads_parameter
 
 STEPS = 20
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
