@@ -72,7 +72,7 @@ class RecoverCommand:
         self._job_survey = job_survey
         if self._local is not None:
             self._addresses[self._local.node_id] = list(self._local.addresses)
-        plan = job_survey.plan(self.erased)
+        plan = job_survey.rebuild_plan(self.erased)
         view = recovery_view(self.job, job_survey, plan, self.erased)
         known = {*job_survey.names.values(), *job_survey.nodes, *self._short_names(job_survey)}
         if unknown := sorted(set(self.onto) - known):

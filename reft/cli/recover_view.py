@@ -142,7 +142,7 @@ def recovery_view(
         plan: made from the survey.
         erased: (node, slot, version) of slots and capsules that failed their digests.
     """
-    holdings = job_survey.holdings(job, erased)
+    holdings = job_survey.holdings(job, erased, plan)
     lost = tuple(_lost(job_survey, plan)) if plan.capsules else ()
     return RecoveryView(
         job, holdings.state.value, HEALTH[holdings.state], holdings.reason, holdings.version, job_survey.silent, lost,

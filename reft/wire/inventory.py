@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision
@@ -19,12 +20,14 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.recovery import recovery
 from reft.core.recovery.holdings import Holdings, judge_holdings
 from reft.core.recovery.inventory import Inventory, KnownStep, ManifestFacts, ManifestNode, NodeInventory
-from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldRecord, HeldSlot, RecoveryPlan
 from reft.core.status.loss_analysis import LossAnalysis
 from reft.core.status.protection import Protection, protection
 from reft.wire import messages
 from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
+
+Held = TypeVar("Held", bound=HeldSlot)
 
 
 def is_itself(surveyed: pb.SurveyedNode) -> bool:
@@ -55,13 +58,14 @@ def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
         tuple(KnownStep(each.step, each.source) for each in reply.known),
         messages.restores_from(reply.restores) if reply.HasField("restores") else None,
         reply.reached,
-        tuple(_held_parity_from(node, header) for header in reply.slots if header.parity),
+        tuple(_held_from(node, header, HeldParity) for header in reply.slots if header.parity),
+        tuple(_held_from(node, header, HeldRecord) for header in reply.records),
     )
 
 
-def _held_parity_from(node: str, header: pb.SlotHeader) -> HeldParity:
+def _held_from(node: str, header: pb.SlotHeader, kind: type[Held]) -> Held:
     slot = messages.held_slot_from(node, header)
-    return HeldParity(slot.node, slot.rank, slot.slot, slot.state, slot.version, slot.layout, slot.data_bytes)
+    return kind(slot.node, slot.rank, slot.slot, slot.state, slot.version, slot.layout, slot.data_bytes)
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,11 @@ class JobSurvey:
         return self.inventory.parity
 
     @property
+    def records(self) -> list[HeldRecord]:
+        """Returns the headers of all slots of gradient records."""
+        return self.inventory.records
+
+    @property
     def copies(self) -> list[HeldCapsule]:
         """Returns the headers of all capsules that nodes keep for ranks of other nodes."""
         return self.inventory.capsules
@@ -190,13 +199,15 @@ class JobSurvey:
         held = [slot for slot in self.held if slot.node not in gone]
         copies = [copy for copy in self.copies if copy.node not in gone]
         parity = [slot for slot in self.parity if slot.node not in gone]
-        return recovery.plan(held, copies, self.placements, self.decision, parity=parity)
+        records = [slot for slot in self.records if slot.node not in gone]
+        return recovery.plan(held, copies, self.placements, self.decision, parity=parity, records=records)
 
     def plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
-        """Returns the recovery plan.
+        """Returns the recovery plan of trainers.
 
         Args:
-            erased: (node, name, version) of slots and capsules that failed their digests.
+            erased: (node, name, version) of slots and capsules that failed their digests, and of
+                replays that were refused.
         """
         return self._make_plan(erased) if erased else self._plan_without_erasures
 
@@ -229,21 +240,28 @@ class JobSurvey:
         ordered = sorted(versions, key=lambda version: (*version.order, version.epoch.ident), reverse=True)
         return [version for version in ordered if self.plan_of(version).base == version]
 
+    def rebuild_plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
+        """Returns the recovery plan of daemons: they have no torch, so they replay nothing."""
+        return recovery.plan(self.held, self.copies, self.placements, self.decision, erased, self.parity)
+
     @cached_property
     def _plan_without_erasures(self) -> RecoveryPlan:
         return self._make_plan(())
 
     def _make_plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
-        return recovery.plan(self.held, self.copies, self.placements, self.decision, erased, self.parity)
+        return recovery.plan(self.held, self.copies, self.placements, self.decision, erased, self.parity, self.records)
 
-    def holdings(self, job: str, erased: Collection[tuple[str, str, Version]] = ()) -> Holdings:
+    def holdings(
+        self, job: str, erased: Collection[tuple[str, str, Version]] = (), plan: RecoveryPlan | None = None
+    ) -> Holdings:
         """Returns what is held of the job now.
 
         Args:
             job: name of the job.
             erased: as of `plan`.
+            plan: the plan to judge; None: that of trainers.
         """
-        return judge_holdings(job, self.inventory, self.plan(erased), self.placements, erased)
+        return judge_holdings(job, self.inventory, plan or self.plan(erased), self.placements, erased)
 
     def absent(self, nodes: Sequence[pb.Node]) -> list[pb.Node]:
         """Returns the known nodes that are not among `nodes` and did not answer.

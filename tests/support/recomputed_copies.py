@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def work(
     rank: int, world: int, port: int, daemon: str, out: str, cases: Sequence[str] = tuple(CASES), job: str = "",
-    pause: int = 0,
+    pause: int = 0, held_from: int = MARKS + 1, failpoints: str = "",
 ) -> None:  # fmt: skip
     """Runs cases in one process of the group, and writes how each turn was made.
 
@@ -45,23 +45,30 @@ def work(
         cases: names of cases.
         job: name of the job; empty: that of the case.
         pause: stands still for ever once this step is protected.
+        held_from: the first step that the test's daemons don't protect; such steps become whole.
+        failpoints: of this process.
     """
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), REFT_DAEMON=daemon)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(REFT_FAILPOINTS=failpoints, RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    with open(Path(out, f"{rank}.log"), "wb") as log:
+        os.dup2(log.fileno(), 2)  # what reft says
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     try:
         dist.init_process_group("gloo")
         for name in cases:
             paused = Path(out, f"{rank}.paused") if pause else None
-            results[name] = train(job or name, pause, paused, **CASES[name])
+            results[name] = train(job or name, pause, paused, held_from, **CASES[name])
         dist.destroy_process_group()
     except BaseException:
         results["error"] = traceback.format_exc()
     Path(out, f"{rank}.json").write_text(json.dumps(results))
 
 
-def train(name: str, pause: int, paused: Path | None, kind: type, **values: Any) -> dict[str, Any]:
+def train(
+    name: str, pause: int, paused: Path | None, held_from: int, kind: type, **values: Any
+) -> dict[str, Any]:  # fmt: skip
     """Returns how each turn was made on this node, and a digest of the last state."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
@@ -72,7 +79,9 @@ def train(name: str, pause: int, paused: Path | None, kind: type, **values: Any)
     with reft.attach(ddp, optimizer, state={"scheduler": scheduler}, job=name, protect="aor") as session:
         first = session.step
         for step in session.steps(MARKS):
-            if step > first:
+            if step >= held_from:
+                await_whole(session, step)
+            elif step > first:
                 turns.append(await_protected(name, step))
             if paused is not None and step == pause:
                 paused.write_text(turns[-1])
@@ -89,7 +98,13 @@ def train(name: str, pause: int, paused: Path | None, kind: type, **values: Any)
     digest = xxhash.xxh3_128()
     for tensor in state:
         digest.update(tensor.detach().numpy().tobytes())
-    return {"turns": turns, "restored": restored, "state": digest.hexdigest()}
+    return {"turns": turns, "restored": restored, "first": first, "state": digest.hexdigest()}
+
+
+def await_whole(session: reft.Session, step: int) -> None:
+    """Waits until a step is whole, and its record is sealed."""
+    assert session.seal()
+    until(lambda: session.stats()["recorded_mark"] == step, 100, f"the record of mark {step}")
 
 
 def await_protected(job: str, step: int) -> str:

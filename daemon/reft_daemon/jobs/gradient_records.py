@@ -1,4 +1,4 @@
-"""The record slots of one job here: leased by trainers, read by this node alone, and freed.
+"""The record slots of one job here: leased by trainers, read by replays, and freed.
 
     lease ─► so many for each rank whose node copies other ranks' state ─► written by the trainer
                ▲                                                             │ other size, or no

@@ -11,6 +11,7 @@ def fill_inventory(reply: pb.InventoryReply, job: JobRecord) -> None:
     """Adds manifests, decision, slots and capsules of a job to an inventory."""
     reply.manifest.CopyFrom(job.record.manifest)
     reply.slots.extend(header_messages(job.id, [*job.slots.readable.values(), *job.slots.stored.values()]))
+    reply.records.extend(header_messages(job.id, job.slots.records.values()))
     reply.capsules.extend(job.capsule_replication.store.headers())
     reply.had_whole = job.record.had_whole
     reply.trained_s, reply.failed, reply.reached = job.trained_s, job.has_failed, job.reached

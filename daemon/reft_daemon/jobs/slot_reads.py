@@ -42,7 +42,7 @@ async def read(job: JobRecord | None, request: pb.ReadRequest) -> AsyncIterator[
         FormatError: the slot was cut, can't be read, or has a damaged header; or, in a checked
             read, a damaged chunk.
     """
-    slot = {**job.slots.readable, **job.slots.stored}.get(request.slot) if job else None
+    slot = {**job.slots.files, **job.slots.stored}.get(request.slot) if job else None
     if slot is None:
         raise UnreadableSlot(grpc.StatusCode.NOT_FOUND, f"no slot {request.slot!r} of job {request.job!r} here")
     header = slot.map.reread()

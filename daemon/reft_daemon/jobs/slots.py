@@ -48,12 +48,12 @@ class JobSlots:
 
     @property
     def readable(self) -> dict[str, SlotFile]:
-        """The slots that other nodes may read: those of snapshots and those of parity."""
+        """The slots that hold state of ranks: those of snapshots and those of parity."""
         return {**self.all, **self.parity}
 
     @property
     def files(self) -> dict[str, SlotFile]:
-        """All slots: also those of gradient records, which no other node reads."""
+        """All slots, also those of gradient records. Other nodes may read them."""
         return {**self.readable, **self.records}
 
     @property

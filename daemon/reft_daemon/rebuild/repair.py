@@ -244,7 +244,7 @@ def request_for(
         raise AttachError("a newer attach of the job has decided on other nodes.")
     slots = {(each.node, each.slot, each.version) for each in survey.held if each.version is not None}
     capsules = {(each.node, each.slot, each.version) for each in survey.copies}
-    plan = survey.plan({*erased, *(each for each in slots | capsules if each[2] != version)})
+    plan = survey.rebuild_plan({*erased, *(each for each in slots | capsules if each[2] != version)})
     if plan.base != version:
         raise AttachError(" ".join([*_shortage(survey, plan, version), *_silence(survey)]))
     if rank in plan.sources:

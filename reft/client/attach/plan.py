@@ -43,7 +43,7 @@ class AttachTry:
 
     Attributes:
         number: 0 for the first try.
-        erased: slots and capsules that were given up in earlier tries.
+        erased: slots, capsules and replays that were given up in earlier tries.
         mismatched: those of them whose replicas differ, without any damage.
         first_survey: the survey of the first try, during later tries.
     """
@@ -70,7 +70,9 @@ class AttachTry:
         assert plan.base is not None, "only a base can be damaged"
         world = plan.survey.manifests[plan.base.epoch].world
         sources = [plan.recovery.source(number, world) for number in result.damaged]
-        erased = frozenset((source.node, source.slot, plan.base) for source in sources)
+        erased = frozenset(
+            (source.node, source.slot, source.version) for source in sources if source.version is not None
+        )
         mismatched = self.mismatched | erased if result.is_mismatched else self.mismatched
         return AttachTry(self.number + 1, self.erased | erased, mismatched, self.first_survey or plan.survey)
 

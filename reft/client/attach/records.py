@@ -20,6 +20,7 @@ from reft.client.records.record_plan import RecordPlan, plan_records
 from reft.client.records.record_writer import RecordWriter
 from reft.client.records.recorder import GradientRecorder
 from reft.core.commit.gradient_records import record_slots
+from reft.core.commit.version import Version
 from reft.errors import ReftError, UnsupportedState, message, remedy
 
 log = logging.getLogger("reft")
@@ -32,10 +33,12 @@ class RecordMemory:
     Attributes:
         plan: what a record holds.
         slots: the record slots.
+        replayed: the records in them from which a rank has replayed the base.
     """
 
     plan: RecordPlan
     slots: list[MappedSlot]
+    replayed: frozenset[Version] = frozenset()
 
 
 def lease_records(
@@ -80,7 +83,9 @@ def _lease(
     if not record_plan.layout.items:
         return None
     slots = leases.lease_records(record_slots(context.request.every), record_plan.layout.data_bytes)
-    return RecordMemory(record_plan, slots)
+    records = [record for way in plan.recovery.replays.values() for record in way.records]
+    replayed = frozenset(each.version for each in records if each.rank == context.rank and each.version)
+    return RecordMemory(record_plan, slots, replayed)
 
 
 def make_recorder(
@@ -97,5 +102,5 @@ def make_recorder(
     """
     device = introduction.state.device
     copy: RecordCopy = DeviceRecordCopy(Device(device)) if device.type == "cuda" else HostRecordCopy()
-    writer = RecordWriter(memory.plan, memory.slots, reporter, copy, cpu)
+    writer = RecordWriter(memory.plan, memory.slots, reporter, copy, cpu, memory.replayed)
     return GradientRecorder(memory.plan, writer, copy, mark)

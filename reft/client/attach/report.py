@@ -18,7 +18,7 @@ from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.budget import SLOTS, format_bytes
 from reft.core.coding.placement import Exposure, Placement, exchange_cost, exposures
 from reft.core.commit.version import Version
-from reft.core.recovery.holdings import FRAME, fresh_start_block
+from reft.core.recovery.holdings import FRAME, fresh_start_block, replayed
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.recovery.restart_loop import went_back
 from reft.core.recovery.stripes import slot_name
@@ -39,6 +39,11 @@ def set_aside(version: Version | None, damaged: Sequence[int], world: int) -> st
     names = ", ".join(slot_name(number, world) for number in damaged[:3])
     names += f" and {len(damaged) - 3} more" if len(damaged) > 3 else ""
     return f"{version} of {names} is damaged, or differs from its replicas: trying other copies, then an older version."
+
+
+def replay_refused(version: Version | None, reasons: Sequence[str]) -> str:
+    """Returns the line about replays that are not used; empty if none was refused."""
+    return f"{version} can't be replayed: {reasons[0]} All ranks take an earlier step." if reasons else ""
 
 
 def unusable_checkpoint(version: Version, damage: str) -> str:
@@ -85,10 +90,13 @@ def restored(
             f"the state of ranks {sorted(plan.capsules)[:8]} on {', '.join(lost)} was decoded from the other nodes; "
             f"{'a later snapshot' if plan.sections else 'the next snapshot'} protects it again."
         )
-    if plan.sections and base is not None:
+    if plan.replays:
+        lines.append(replayed(plan))
+    if plan.parity and base is not None:
+        sections = [rank for rank in plan.sections if rank not in plan.replays]
         holders = sorted({job_survey.names[held.node] for held in plan.parity.values()})
         lines.append(
-            f"leaves that only ranks {list(plan.sections[:8])} held came from parity of step {base.step} on "
+            f"leaves that only ranks {sections[:8]} held came from parity of step {base.step} on "
             f"{', '.join(holders[:8])}."
         )
     for shortfall in plan.partial[:3]:

@@ -10,7 +10,7 @@ lease          one rank a node: the base's capsules go to their holders again; t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from reft.client.attach import report
@@ -140,6 +140,8 @@ def restore_steps(
         host=state.host,
         buffer=buffer,
         decoder=decoder_for(state.device, context.settings.parity_scratch_bytes),
+        device=state.device,
+        failpoints=context.failpoints,
     )
     if plan.is_reshaped:
         change = ShapeChange(leaves_by_rank(before), leaves_by_rank(plan.manifest), before.mismatched)
@@ -147,7 +149,7 @@ def restore_steps(
     return Restore(restore_context, layouts[index[context.rank]].leaves)
 
 
-def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, damaged: Sequence[int]) -> None:
+def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, result: RestoreResult) -> None:
     """Ends the registration of all ranks after a damaged base. All ranks call it together.
 
     The next inventory must not find a rank that is still registered. The decision for the damaged
@@ -157,11 +159,12 @@ def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, damage
         context: what every step needs.
         plan: the plan with the damaged base.
         leases: the registration of this rank.
-        damaged: the ranks whose slots or capsules were damaged.
+        result: the ranks whose slots or capsules were damaged, or the refused replays.
     """
     if context.rank == 0:
         world = plan.base_manifest.world if plan.base_manifest else 0
-        say(report.set_aside(plan.base, damaged, world))
+        refused = report.replay_refused(plan.base, result.reasons)
+        say(refused or report.set_aside(plan.base, result.damaged, world))
     together(context.rank_group, lambda: leases.release(is_refused=True))
 
 

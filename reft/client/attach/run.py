@@ -111,7 +111,7 @@ def run_attach(context: AttachContext) -> AttachResult:
                     records = lease_records(context, introduction, plan, leases)
                     session = begin(context, introduction, plan, result, leases, slots, records)
                     return AttachResult(session, plan.manifest)
-                give_up(context, plan, leases, result.damaged)
+                give_up(context, plan, leases, result)
             # Remove the state that this try has made: an older version may not have it.
             introduction.state.tracked.bind().rollback_to(introduction.state.tensor_index)
             memory.close()

@@ -102,16 +102,24 @@ class RecordWriter:
         reporter: knows the pins, and whether this epoch is over.
         copy: copies the gradients.
         cpu: the CPU to run on; None leaves the choice to the scheduler.
+        replayed: see `choose_record_slot`.
     """
 
     def __init__(
-        self, plan: RecordPlan, slots: Sequence[MappedSlot], reporter: Reporter, copy: RecordCopy, cpu: int | None
+        self,
+        plan: RecordPlan,
+        slots: Sequence[MappedSlot],
+        reporter: Reporter,
+        copy: RecordCopy,
+        cpu: int | None,
+        replayed: frozenset[Version] = frozenset(),
     ) -> None:
         self.counts = RecordCounts()
         self._plan = plan
         self._slots = slots
         self._reporter = reporter
         self._copy = copy
+        self._replayed = replayed
         self._open: _OpenRecord | None = None
         self._failure: Exception | None = None  # why the open mark becomes a gap
         self._last: tuple[int, str] = (-1, NO_RECORD)  # mark and digest of the newest record
@@ -166,9 +174,10 @@ class RecordWriter:
             ReftError: no slot may be written.
         """
         epoch = self._reporter.facts.epoch
-        chosen = choose_record_slot([slot.view() for slot in self._slots], epoch, mark, self._reporter.pins)
+        views = [slot.view() for slot in self._slots]
+        chosen = choose_record_slot(views, epoch, mark, self._reporter.pins, self._replayed)
         if chosen is None:
-            raise ReftError(f"all {len(self._slots)} record slots are kept for the next turn.")
+            raise ReftError(f"all {len(self._slots)} record slots are kept for a turn or a replay.")
         slot = next(slot for slot in self._slots if slot.index == chosen.index)
         slot.map.begin(Version(epoch, mark), self._plan.layout.digest, b"", data_bytes)
         return _OpenRecord(slot, mark, np.zeros(slot.map.chunks, np.uint64))

@@ -7,9 +7,11 @@ slots and capsules ─► OldRank (stays on this rank) ─┐
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+
+import torch
 
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.decode import StripeDecoder
@@ -23,8 +25,10 @@ from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf
 from reft.core.recovery.plan import SlotReaders, TransferPlan
 from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
-from reft.core.recovery.stripes import parity_number
+from reft.core.recovery.stripes import parity_number, replay_number
 from reft.errors import FormatError
+from reft.failpoints import Failpoints
+from reft.replay.fold import HOST
 from reft.wire.capsule_format import NameTable
 from reft.wire.messages import places_from, table_from
 from reft.wire.slot_format import SlotMap
@@ -52,6 +56,8 @@ class RestoreContext:
         host: host state.
         buffer: memory for tensors to create; if too small, another one is allocated.
         decoder: decodes lost shards.
+        device: where this rank's optimizers compute.
+        failpoints: let tests make a replay fail.
     """
 
     plan: RecoveryPlan
@@ -65,12 +71,21 @@ class RestoreContext:
     host: HostState
     buffer: HugePageBuffer
     decoder: StripeDecoder
+    device: torch.device = HOST
+    failpoints: Failpoints = field(default_factory=Failpoints)
 
     @cached_property
     def readers(self) -> SlotReaders:
         """Which new ranks read which slot, and keep which capsule."""
         slot_nodes = {number: source.node for number, source in self.slots.items()}
-        return SlotReaders.of(slot_nodes, self.nodes, len(self.placement.domains))
+        readers = SlotReaders.of(slot_nodes, self.nodes, len(self.placement.domains))
+        # A rank that keeps a lost rank's capsule also replays its section. Only this rank has it.
+        made = {replay_number(self.placement, old): readers.keeper_of[old] for old in self.plan.replays}
+        return replace(
+            readers,
+            reader_of={**readers.reader_of, **made},
+            node_of_slot={**readers.node_of_slot, **dict.fromkeys(made, "")},
+        )
 
     @cached_property
     def slots(self) -> dict[int, HeldSlot]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from reft.client.link.slots import MappedSlot, SlotLeases
 from reft.core.commit.version import Version
-from reft.core.recovery.recovery import HeldParity, HeldSlot, RecoveryPlan
+from reft.core.recovery.recovery import HeldParity, HeldRecord, HeldSlot, RecoveryPlan
 from reft.errors import FormatError, RestoreError
 from reft.wire import messages, rpc
 from reft.wire.slot_format import PAGE, Bytes, SlotMap, best_header
@@ -22,6 +22,7 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 # A tenth of what one daemon delivers on a slow network: several ranks may read from it at once.
 REMOTE_BYTES_PER_S = 10 << 20
+FETCH_BYTES = 4 << 20  # of one call: a node that stops sending is found within one deadline
 # The daemon answers, but the data is damaged or gone. The source counts as damaged, like a damaged
 # local slot.
 _LOST = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND)
@@ -155,8 +156,10 @@ class RemoteSlots:
 class RemoteSlotMap(SlotMap):
     """A slot on another node: headers, table, digests and capsule are here, data are read there.
 
+    `data` has no bytes before `fetch`.
+
     Args:
-        slot: all bytes of the slot's file; those of the data are never used.
+        slot: all bytes of the slot's file; those of the data are used only after `fetch`.
         remote: reads the slot.
         source: the slot.
         channel: to this node's daemon; open while the slot is read.
@@ -165,6 +168,12 @@ class RemoteSlotMap(SlotMap):
     def __init__(self, slot: Bytes, remote: RemoteSlots, source: HeldSlot, channel: grpc.Channel) -> None:
         super().__init__(slot)
         self._remote, self._source, self._channel = remote, source, channel
+
+    def fetch(self) -> None:
+        """Reads all data of the version into `data`; see `RemoteSlots.read`."""
+        data = self.data[: self.header.data_bytes]
+        for begin in range(0, data.nbytes, FETCH_BYTES):
+            self.read(begin, data[begin : begin + FETCH_BYTES])
 
     def read(self, begin: int, *outs: Bytes) -> None:
         """Fills each of `outs` in turn with the data from `begin` on; see `RemoteSlots.read`."""
@@ -200,10 +209,21 @@ class SlotOpener:
         slot = self.leases.take([source.slot], keeps=True)[0]
         self._mapped.append(slot)
         # Pinning costs a second for some gigabytes, so each rank pins its own slot only.
-        is_own = source.rank == self.leases.rank and not isinstance(source, HeldParity)
+        is_own = source.rank == self.leases.rank and not isinstance(source, (HeldParity, HeldRecord))
         if self.leases.pins_for is not None and is_own:
             slot.register(self.leases.pins_for)
         return slot.map
+
+    def with_data(self, source: HeldSlot) -> SlotMap:
+        """Returns a slot whose `data` may be used; that of another node is read now.
+
+        Raises:
+            FormatError, RestoreError: see `slot`.
+        """
+        slot = self.slot(source)
+        if isinstance(slot, RemoteSlotMap):
+            slot.fetch()
+        return slot
 
     def capsule(self, plan: RecoveryPlan, old: int) -> pb.CapsuleRecord:
         """Returns the capsule, at the plan's base, of an old rank that lost its slot.

@@ -3,7 +3,7 @@
     open     the slots and capsules that this rank reads  ─► OpenReport ┐ damaged, or replicas that
                                                                         │ differ: counts as lost,
     match    which bytes go where; another shape asks the other ranks   │ and all ranks make a
-    make     live tensors for every leaf                                │ new plan
+    make     live tensors for every leaf                                │
     load     bytes over the process group; lost shards are decoded      │
                                                           ─► LoadReport ┘
     finish   host state                                   ─► RestoreResult
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from reft.client.restore.executor import NO_RANK, LiveTarget, LoadReport, Transf
 from reft.client.restore.materialize import live_tensors
 from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank
 from reft.client.restore.remote_slots import remote_read_s
+from reft.client.restore.replay import ReplayReport, replay_s, replay_sections
 from reft.client.restore.reshard import ShapeChange, facts_of
 from reft.client.restore.same_shape import match_same_shape
 from reft.client.restore.slot_reader import AtChunk, SlotReader
@@ -41,9 +43,10 @@ from reft.core.layout.layout import Leaf
 from reft.core.recovery.plan import TransferSizes
 from reft.core.recovery.shard_matching import PieceSource
 from reft.errors import FormatError, LayoutChanged, RestoreError
-from reft.wire.slot_format import Bytes
+from reft.wire.slot_format import Bytes, SlotMap
 
 SIZES = TransferSizes()
+NOTHING_REPLAYED: Mapping[int, SlotMap] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,21 @@ class RestoreResult:
     """The result of one restore, the same on every rank apart from the tree.
 
     Attributes:
-        damaged: old ranks whose slots or capsules are damaged, and parity numbers of damaged parity
-            slots. If there are any, nothing counts as restored.
+        damaged: old ranks whose slots or capsules are damaged, parity numbers of damaged parity
+            slots, and replay numbers of refused replays. If there are any, nothing counts as
+            restored.
         tree: the restored host state. The generators in it come back last. None if nothing was
             restored.
         lines: messages for the user about state that each old rank had of its own.
         is_mismatched: whether the old ranks are given up because replicas differ, without damage.
+        reasons: why replays were refused.
     """
 
     damaged: tuple[int, ...] = ()
     tree: Mapping[str, Any] | None = None
     lines: tuple[str, ...] = ()
     is_mismatched: bool = False
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,11 @@ class Restore:
                 damaged.append(old)
         return opened, OpenReport(tuple(damaged), {old: each.samples for old, each in opened.items()}, facts)
 
+    def replay(self) -> tuple[dict[int, SlotMap], ReplayReport]:
+        """Replays the sections that this rank must make; reports refusals and raises no error."""
+        own = {self.context.rank: self.predicted}
+        return replay_sections(self.context, dict(enumerate(self.change.before)) if self.change else own)
+
     def match(
         self, opened: Mapping[int, OldRank], reports: Sequence[OpenReport], rank_group: RankGroup
     ) -> RestoreMatch:
@@ -126,15 +137,28 @@ class Restore:
         return live_tensors(match.leaves, context.tracked, context.tensor_index, context.buffer)
 
     def load(
-        self, match: RestoreMatch, tensors: Mapping[str, torch.Tensor], transport: Transport | None, at_chunk: AtChunk
+        self,
+        match: RestoreMatch,
+        tensors: Mapping[str, torch.Tensor],
+        transport: Transport | None,
+        at_chunk: AtChunk,
+        replayed: Mapping[int, SlotMap] = NOTHING_REPLAYED,
     ) -> LoadReport:
         """Fills the live tensors; reports damaged slots and faults. All ranks call it together.
+
+        Args:
+            match: which bytes go where.
+            tensors: the live tensors.
+            transport: to the other ranks.
+            at_chunk: called before each chunk is read.
+            replayed: replay number → the slot that this rank has made.
 
         Raises:
             RestoreError: bytes are not available.
         """
         context, layout = self.context, match.layout
         slots, damaged = self._near_slots(match, at_chunk)
+        slots |= {number: SlotReader(slot, slot.header.data_bytes, at_chunk) for number, slot in replayed.items()}
         shards = {old for plan in match.plans for old in plan.made}
         sections = {old for plan in match.plans for old in plan.sections}
         executor = TransferExecutor(
@@ -226,12 +250,17 @@ def run_restore(
     opened, opens = share(rank_group, restore.open, OpenReport)
     if damaged := damaged_at_open(opens):
         return RestoreResult(damaged, is_mismatched=not any(report.damaged for report in opens))
+    replayed: Mapping[int, SlotMap] = NOTHING_REPLAYED
+    if restore.context.plan.replays:
+        replayed, reports = share(rank_group, restore.replay, ReplayReport, replay_s(restore.context.plan))
+        if refused := {number: why for report in reports for number, why in report.refused.items()}:
+            return RestoreResult(tuple(sorted(refused)), reasons=tuple(why for _, why in sorted(refused.items())))
     match = restore.match(opened, opens, rank_group)
     tensors = together(rank_group, lambda: restore.make(match))
     for is_last in (False, True):
         loads = gather(
             rank_group,
-            lambda: restore.load(match, tensors, transport(), at_chunk),
+            lambda: restore.load(match, tensors, transport(), at_chunk, replayed),
             LoadReport,
             restore.remote_read_s,
         )

@@ -17,7 +17,9 @@ Invariants
   2. A gap is no error. The turn over a gap is made by the mover. Then P lies behind the gap.
   3. A record that a turn may still fold is not written again. These are the records behind P, if
      they are complete up to the turn under way, or up to the newest whole step.
-  4. Nothing waits for a free slot. Without one, the mark is a gap.
+  4. If the base was replayed from records, they stay until a step of the new epoch is whole: until
+     then the base may have to be replayed again.
+  5. Nothing waits for a free slot. Without one, the mark is a gap.
 
 The next turn takes the newest whole step, or a later one. So with a gap before the newest whole
 step, no turn folds any of the records up to that step. Without this rule, records before a gap
@@ -33,7 +35,7 @@ from typing import NamedTuple
 
 from reft.core.commit.pins import Pins
 from reft.core.commit.slots import Slot, SlotState
-from reft.core.commit.version import Epoch
+from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import ALIGNMENT, align
 
 SPARE_RECORDS = 3  # record slots beside those of one turn: for marks that end during the turn
@@ -147,7 +149,9 @@ def needed_after(pins: Pins, sealed: Collection[int], mark: int) -> int:
     return pins.protected if is_complete else target
 
 
-def choose_record_slot(slots: Sequence[Slot], epoch: Epoch, mark: int, pins: Pins) -> Slot | None:
+def choose_record_slot(
+    slots: Sequence[Slot], epoch: Epoch, mark: int, pins: Pins, replayed: Collection[Version] = ()
+) -> Slot | None:
     """Returns the slot for the record of a mark; None: there is none, so the mark is a gap.
 
     Args:
@@ -155,10 +159,12 @@ def choose_record_slot(slots: Sequence[Slot], epoch: Epoch, mark: int, pins: Pin
         epoch: the epoch in force.
         mark: the mark to record.
         pins: the newest pins that are known.
+        replayed: records of an earlier epoch from which a rank has replayed the base.
     """
+    kept = replayed if pins.whole < 0 else ()
     marks = {slot.index: mark_of(slot, epoch) for slot in slots}
     floor = needed_after(pins, set(marks.values()), mark)
-    usable = [slot for slot in slots if marks[slot.index] <= floor]
+    usable = [slot for slot in slots if marks[slot.index] <= floor and slot.version not in kept]
     return min(usable, key=lambda slot: marks[slot.index], default=None)
 
 

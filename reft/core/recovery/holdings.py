@@ -27,11 +27,12 @@ from enum import Enum
 from reft.core.coding.placement import Placement
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.inventory import Inventory
-from reft.core.recovery.recovery import RecoveryPlan, describe
+from reft.core.recovery.recovery import RecoveryPlan, describe, is_replay
 from reft.core.text import counted, every
 
 REQUIRE = "REFT_RESTORE=require"
 FRAME = "=" * 88
+RANKS_MAX = 8  # a line names at most so many ranks
 PARTIAL_MAX = 3  # versions that can't be restored and whose reason is given
 
 
@@ -102,7 +103,20 @@ def judge_holdings(
         placement = placements.get(plan.base.epoch)
         is_copied = placement is not None and any(lane.is_copies for lane in placement.guard_lanes)
         reason += f" Leaves that no other rank has are {'read from copies' if is_copied else 'decoded from parity'}."
+    if plan.replays:
+        reason += f" {replayed(plan)}"
     return Holdings(HoldingState.RECOVERABLE, plan.base, missing, reason)
+
+
+def replayed(plan: RecoveryPlan) -> str:
+    """Returns a sentence on the sections that ranks replay; the plan has such."""
+    assert plan.base is not None, "a base"
+    first = min((each.version.step for each in plan.replays.values()), default=plan.base.step)
+    ranks = ", ".join(map(str, sorted(plan.replays)[:RANKS_MAX]))
+    return (
+        f"The optimizer state of {'rank' if len(plan.replays) == 1 else 'ranks'} {ranks} at step {plan.base.step} is "
+        f"replayed from copies of step {first} and the gradients since, and compared with its digests."
+    )
 
 
 def _on_guard(plan: RecoveryPlan, placements: Mapping[Epoch, Placement]) -> str:
@@ -170,9 +184,16 @@ def _missing(
         members = inventory.manifests[epoch].members if epoch in inventory.manifests else ()
         places = {rank: member.name for member in members for rank in member.ranks}
         lines += describe(shortfall, placements.get(epoch), places)
+    lines += [
+        f"{name} from the copies of {version} on node {inventory.names.get(node, node)} was refused."
+        for node, name, version in sorted(erased, key=lambda each: (each[0], each[1]))
+        if is_replay(name)
+    ]
     damaged = sorted(erased, key=lambda each: (each[2].order, each[0]), reverse=True)
     lines += [
-        f"{version} on node {inventory.names.get(node, node)} is damaged ({name})." for node, name, version in damaged
+        f"{version} on node {inventory.names.get(node, node)} is damaged ({name})."
+        for node, name, version in damaged
+        if not is_replay(name)
     ]
     return lines + [
         f"The memory of node {name} is gone: the daemon there began with an empty folder." for name in inventory.emptied

@@ -27,7 +27,7 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.snapshot_interval import FailureHistory
 from reft.core.commit.version import Epoch
 from reft.core.recovery import lineage
-from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldRecord, HeldSlot
 from reft.core.recovery.restart_loop import RestoreCount, count_now
 from reft.errors import AttachError
 
@@ -94,6 +94,7 @@ class NodeInventory:
         reached: the newest step that a rank of the node has reported; -1 if none.
         known: steps that the daemon or an agent of the node knows to have been whole.
         parity: the headers of the daemon's parity slots.
+        records: the headers of the daemon's record slots.
     """
 
     name: str
@@ -107,6 +108,7 @@ class NodeInventory:
     restores: RestoreCount | None = None
     reached: int = -1
     parity: tuple[HeldParity, ...] = ()
+    records: tuple[HeldRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,11 @@ class Inventory:
     def parity(self) -> list[HeldParity]:
         """Returns the headers of all parity slots of the exchange."""
         return [each for report in self.reports.values() for each in report.parity]
+
+    @cached_property
+    def records(self) -> list[HeldRecord]:
+        """Returns the headers of all slots of gradient records."""
+        return [each for report in self.reports.values() for each in report.records]
 
     @property
     def had_whole(self) -> bool:

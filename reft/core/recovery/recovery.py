@@ -14,8 +14,10 @@ Invariants
   2. A version can be restored only under two conditions. Every lane can be decoded from slots that
      are sealed at exactly that (epoch, step). Every rank has such a slot, or a capsule of exactly
      that version. If the lost slot had unreplicated leaves, at most f members of its guard lane
-     lack a slot of exactly that version, and D - f other members have such parity. The newest
-     version that can be restored is the base.
+     lack a slot of exactly that version, and D - f other members have such parity. In a copy lane,
+     older copies and a sealed record of each mark since may stand for such parity: a trainer
+     replays them, and compares the result with the digests in the capsule. The newest version that
+     can be restored is the base.
   3. A slot that is torn, stale, damaged or of a foreign history is an erasure. It counts as if its
      node were lost.
   4. Only some versions count: those of the epoch of the decision in force, its base, and the
@@ -52,6 +54,7 @@ from reft.core.text import counted, more
 
 Slot = TypeVar("Slot", bound="HeldSlot")
 
+REPLAY = "replay-"  # begin of a replay's name among the names of slots
 RUNS_MAX = 8  # one line names at most so many runs of ranks, or nodes
 
 
@@ -91,6 +94,14 @@ class HeldParity(HeldSlot):
 
 
 @dataclass(frozen=True)
+class HeldRecord(HeldSlot):
+    """The header of a slot with a gradient record, as its daemon read it.
+
+    `rank` is the rank that recorded, `version` is the epoch and the mark.
+    """
+
+
+@dataclass(frozen=True)
 class HeldCapsule:
     """One capsule in the store of a node other than its rank's own.
 
@@ -111,6 +122,37 @@ class HeldCapsule:
     def slot(self) -> str:
         """Returns the name that reports of damage use in place of a slot's name."""
         return f"capsule-{self.rank}"
+
+
+@dataclass(frozen=True)
+class SectionReplay:
+    """A way to make a lost rank's section again: older copies, and the gradients since.
+
+    Attributes:
+        rank: the lost rank.
+        copies: the parity slot with a copy of its section.
+        capsule: its capsule of the version of the copies.
+        records: of the marks behind the copies, ascending, up to the version to make.
+    """
+
+    rank: int
+    copies: HeldParity
+    capsule: HeldCapsule
+    records: tuple[HeldRecord, ...]
+
+    @property
+    def node(self) -> str:
+        return self.copies.node
+
+    @property
+    def slot(self) -> str:
+        """Returns the name by which a refused replay is reported, as a slot's name."""
+        return f"{REPLAY}{self.rank}"
+
+    @property
+    def version(self) -> Version:
+        """The version that the replay begins from. A refused replay is given up for all steps."""
+        return self.capsule.version
 
 
 @dataclass(frozen=True)
@@ -152,6 +194,7 @@ class RecoveryPlan:
             `sections` are decoded.
         guard: the newest version, not newer than the base, that survives the loss of any node; None
             if there is none.
+        replays: rank → how its section is made, for those of `sections` that no parity gives back.
     """
 
     base: Version | None
@@ -162,14 +205,17 @@ class RecoveryPlan:
     earlier: dict[int, tuple[tuple[Version, str], ...]] = field(default_factory=dict)
     parity: dict[int, HeldParity] = field(default_factory=dict)
     guard: Version | None = None
+    replays: dict[int, SectionReplay] = field(default_factory=dict)
 
-    def source(self, number: int, world: int) -> HeldSlot | HeldCapsule:
-        """Returns the slot, parity slot or capsule that stands for a number.
+    def source(self, number: int, world: int) -> HeldSlot | HeldCapsule | SectionReplay:
+        """Returns the slot, parity slot, capsule or replay that stands for a number.
 
         Args:
-            number: an old rank; or, from `world` on, a parity number (`stripes.parity_number`).
+            number: an old rank; or a `stripes.parity_number`, or a `stripes.replay_number`.
             world: the number of old ranks.
         """
+        if number >= 2 * world:
+            return self.replays[number - 2 * world]
         if number >= world:
             return self.parity[number - world]
         return self.sources.get(number) or self.capsules[number]
@@ -180,8 +226,13 @@ class RecoveryPlan:
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """The lost ranks whose unreplicated leaves are decoded from guard lanes, ascending."""
+        """The lost ranks whose unreplicated leaves guard lanes give back, ascending."""
         return tuple(rank for rank, copy in sorted(self.capsules.items()) if copy.unreplicated_bytes)
+
+
+def is_replay(name: str) -> bool:
+    """Whether the name of something that was given up is that of a replay."""
+    return name.startswith(REPLAY)
 
 
 def plan(
@@ -191,6 +242,7 @@ def plan(
     decision: Decision | None,
     erased: Collection[tuple[str, str, Version]] = (),
     parity: Collection[HeldParity] = (),
+    records: Collection[HeldRecord] = (),
 ) -> RecoveryPlan:
     """Returns the newest restorable version, and the place of each rank's part of it.
 
@@ -203,6 +255,7 @@ def plan(
         erased: (node, slot, version) of slots, parity slots and capsules that failed their digests.
             They count as missing.
         parity: the headers of all parity slots of the job on all reachable daemons.
+        records: the headers of all record slots there; none, if the caller can't replay.
     """
     by_version = _by_version(held, copies, erased, parity)
     groups: dict[Epoch, list[LaneGroup]] = {}
@@ -223,7 +276,8 @@ def plan(
         if version.epoch not in groups:
             groups[version.epoch] = group_lanes(placement.lanes)
         shortfall = _shortfall(version, evidence, groups[version.epoch], placement)
-        if shortfall.lanes or shortfall.bare:
+        replays = _replays(version, shortfall, by_version, placement, decision, records)
+        if shortfall.lanes or replays.keys() != set(shortfall.bare):
             partial.append(shortfall)
             continue
         base = RecoveryPlan(
@@ -233,8 +287,9 @@ def plan(
             _dropped(by_version, version),
             tuple(partial),
             _earlier(by_version, version),
+            replays=replays,
         )
-        base = replace(base, parity=_parity_of(base.sections, evidence, placement))
+        base = replace(base, parity=_parity_of(set(base.sections) - replays.keys(), evidence, placement))
         if _is_guarded(evidence, placement):
             return replace(base, guard=version)
     return base or RecoveryPlan(None, {}, {}, _dropped(by_version, None), tuple(partial))
@@ -284,6 +339,67 @@ def _parity_of(sections: Iterable[int], evidence: _Evidence, placement: Placemen
     parity = evidence.parity(placement)
     useful = {rank for lost in sections for rank in lane_partners(placement, lost, 0)}
     return {rank: parity[rank] for rank in sorted(useful.intersection(parity))}
+
+
+def _replays(
+    version: Version,
+    shortfall: Shortfall,
+    by_version: Mapping[Version, _Evidence],
+    placement: Placement,
+    decision: Decision | None,
+    records: Collection[HeldRecord],
+) -> dict[int, SectionReplay]:
+    """Returns how sections of lost ranks are replayed that no parity gives back."""
+    sealed = {(each.rank, each.version): each for each in records if each.state is SlotState.SEALED}
+    bases = [base for base in by_version if _leads_to(base, version, decision)]
+    replays = {}
+    for rank in shortfall.unreplicated if sealed else ():
+        if lane_partners(placement, rank, by_version[version].capsules[rank].unreplicated_bytes):
+            ways = (
+                _replay_from(base, rank, version, by_version[base], placement, sealed)
+                for base in sorted(bases, key=lambda base: base.order, reverse=True)
+            )
+            if way := next(filter(None, ways), None):
+                replays[rank] = way
+    return replays
+
+
+def _leads_to(base: Version, version: Version, decision: Decision | None) -> bool:
+    """Whether the records of the version's epoch may begin at a base."""
+    is_begin = decision is not None and decision.epoch == version.epoch and decision.base == base
+    return base.step < version.step and (base.epoch == version.epoch or is_begin)
+
+
+def _replay_from(
+    base: Version,
+    rank: int,
+    version: Version,
+    evidence: _Evidence,
+    placement: Placement,
+    sealed: Mapping[tuple[int, Version | None], HeldRecord],
+) -> SectionReplay | None:
+    """Returns the replay of a section that begins at a base; None: something is missing.
+
+    Args:
+        base: the version of the copies.
+        rank: the lost rank.
+        version: the version to make.
+        evidence: of the base.
+        placement: of the version to make.
+        sealed: rank and mark → its sealed record.
+    """
+    where, capsule = placement.guard_lane_of(rank), evidence.capsules.get(rank)
+    if where is None or capsule is None or not placement.guard_lanes[where[0]].is_copies:
+        return None
+    lane, parity = placement.guard_lanes[where[0]], evidence.parity(placement)
+    marks = [Version(version.epoch, mark) for mark in range(base.step + 1, version.step + 1)]
+    for recorder in (lane.members[holder] for holder in lane.holders_of(where[1])):
+        chain = tuple(sealed[recorder, mark] for mark in marks if (recorder, mark) in sealed)
+        if recorder in parity and len(chain) == len(marks):
+            replay = SectionReplay(rank, parity[recorder], capsule, chain)
+            if not evidence.is_erased(replay):
+                return replay
+    return None
 
 
 def _is_guarded(evidence: _Evidence, placement: Placement) -> bool:
@@ -342,7 +458,7 @@ def _gives_back_another(lane: GuardLane, slots: Mapping[int, HeldSlot], parity: 
 class _Evidence:
     """The slots in any state, the capsules and the parity of one version.
 
-    `erased` has (node, slot) of damaged ones.
+    `erased` has (node, slot) of damaged ones, and of refused replays.
     """
 
     held: list[HeldSlot] = field(default_factory=list)
@@ -364,7 +480,7 @@ class _Evidence:
         """Rank → its capsules. Those that need no guard lane come first, then the first node."""
         by_rank: dict[int, list[HeldCapsule]] = {}
         for copy in sorted(self.copies, key=lambda copy: (copy.unreplicated_bytes > 0, copy.node)):
-            if not self._is_erased(copy):
+            if not self.is_erased(copy):
                 by_rank.setdefault(copy.rank, []).append(copy)
         return by_rank
 
@@ -379,18 +495,18 @@ class _Evidence:
         Older sealed slots are kept. They are needed if the base turns out to be damaged.
         """
         slots: list[HeldSlot] = [*self.held, *self.parities]
-        return [slot for slot in slots if is_newer or slot.state is not SlotState.SEALED or self._is_erased(slot)]
+        return [slot for slot in slots if is_newer or slot.state is not SlotState.SEALED or self.is_erased(slot)]
 
     def _first_sealed(self, slots: Iterable[Slot]) -> dict[int, Slot]:
         by_rank: dict[int, Slot] = {}
         for slot in slots:
-            if slot.state is SlotState.SEALED and not self._is_erased(slot):
+            if slot.state is SlotState.SEALED and not self.is_erased(slot):
                 other = by_rank.setdefault(slot.rank, slot)
                 if other is not slot and _preference(slot) < _preference(other):
                     by_rank[slot.rank] = slot
         return by_rank
 
-    def _is_erased(self, each: HeldSlot | HeldCapsule) -> bool:
+    def is_erased(self, each: HeldSlot | HeldCapsule | SectionReplay) -> bool:
         return bool(self.erased) and (each.node, each.slot) in self.erased
 
 

@@ -11,7 +11,8 @@
 
       stripe b    block b of all pieces and all parity at hand ─► block b of all lost pieces
 
-        a copy lane                 one stripe for each lost member: a copy at hand ─► its section
+        a copy lane                 one stripe for each lost member: a copy at hand, or what a
+                                    replay has made ─► its section
 
 slice               | columns begin..end of all packets of a stripe |
 
@@ -41,20 +42,26 @@ def parity_number(placement: Placement, rank: int) -> int:
     return len(placement.domains) + rank
 
 
+def replay_number(placement: Placement, rank: int) -> int:
+    """Returns the number that stands for a lost rank's replayed section among old ranks."""
+    return 2 * len(placement.domains) + rank
+
+
 def slot_name(number: int, world: int) -> str:
     """Returns the name of a slot or a parity slot for people.
 
     Args:
-        number: an old rank, or a `parity_number`.
+        number: an old rank, a `parity_number`, or a `replay_number`.
         world: the number of old ranks.
     """
-    return f"rank {number}" if number < world else f"the parity of rank {number - world}"
+    kind, rank = divmod(number, world)
+    return ("", "the parity of ", "the replay of ")[kind] + f"rank {rank}"
 
 
 class ShardSource(NamedTuple):
     """A shard that is read: `nbytes` from `offset` on in the slot of `owner`. Zeros follow them.
 
-    `owner` is an old rank, or a `parity_number`.
+    `owner` is an old rank, a `parity_number`, or a `replay_number`.
     """
 
     owner: int
@@ -279,15 +286,19 @@ def _input(guard: GuardLane, source: int, holder: int, section: int) -> ShardSou
 
 
 def _copy(placement: Placement, number: int, member: int, have: Collection[int]) -> SectionStripe:
-    """Returns the stripe that reads a copy of a lost member's section.
+    """Returns the stripe that reads a lost member's section: replayed, or a copy.
 
     Raises:
         ValueError: no copy is at hand.
     """
     guard = placement.guard_lanes[number]
     size, section = guard.sizes[member], _section_offsets(placement, guard)[member]
-    for column, holder in enumerate(guard.holders_of(member)):
-        if (owner := parity_number(placement, guard.members[holder])) in have:
+    sources = [(replay_number(placement, guard.members[member]), 0)]
+    sources += [
+        (parity_number(placement, guard.members[holder]), i) for i, holder in enumerate(guard.holders_of(member))
+    ]
+    for owner, column in sources:
+        if owner in have:
             lane = Lane(NO_CELL, 0, guard.piece_bytes, guard.members, guard.code, guard.piece_bytes)
             inputs = {1 + column: ShardSource(owner, column * guard.piece_bytes, size)}
             made = MadeShard(0, guard.members[member], section, size)

@@ -293,7 +293,7 @@ class OtherJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class InventoryReply(_message.Message):
-    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "troubles", "restores", "reached", "known", "guard_manifest")
+    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "troubles", "restores", "reached", "known", "guard_manifest", "records")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +310,7 @@ class InventoryReply(_message.Message):
     REACHED_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
@@ -326,7 +327,8 @@ class InventoryReply(_message.Message):
     reached: int
     known: _containers.RepeatedCompositeFieldContainer[KnownStep]
     guard_manifest: Manifest
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., troubles: _Optional[_Iterable[str]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownStep, _Mapping]]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+    records: _containers.RepeatedCompositeFieldContainer[SlotHeader]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., troubles: _Optional[_Iterable[str]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownStep, _Mapping]]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., records: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ...) -> None: ...
 
 class KnownStep(_message.Message):
     __slots__ = ("step", "source")

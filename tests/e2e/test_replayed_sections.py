@@ -1,0 +1,72 @@
+"""A lost node comes back at the newest whole step, by copies of an earlier one and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.test_recomputed_copies import WORLD, finish, start
+from tests.support.daemons import DaemonProcess, Site, until, vanish
+
+P, W = 3, 5  # protected, and whole
+pytestmark = pytest.mark.timeout(300)  # a start of all ranks may take a minute where the cores are shared
+# The host's torch computes with other instructions than the trainers' one, so it repeats no step.
+# From step P + 1 on, no turn of the first attach can ask for bytes.
+HOST = {"ATEN_CPU_CAPABILITY": "default", "REFT_FAILPOINTS": f"turn.ticket:drop:from={P + 1}:epoch=1"}
+
+
+def lose_a_node(case: str, site: Site, folder: Path) -> list[DaemonProcess]:
+    """Trains to step W, loses node 1, and returns the nodes with its replacement."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("this processor has one kind of instructions only")
+    nodes = [site.add(1, "--node", f"node-{i}", environment=HOST)[0] for i in range(WORLD)]
+    ranks = start(nodes, folder, [case], "job", W, P + 1)
+    paused = [folder / f"{rank}.paused" for rank in range(WORLD)]
+    until(lambda: all(path.exists() for path in paused), 200, f"step {W} is whole")
+    assert all("does not repeat the owner's optimizer" in path.read_text() for path in paused)
+    for process in ranks:
+        process.kill()
+        process.join()
+    for node in nodes:
+        assert (node.status("job").whole, node.status("job").exchange.protected) == (W, P)
+    vanish(nodes[1])
+    return [nodes[0], *site.add(1, "--node", "node-2")]
+
+
+def log_of(folder: Path) -> str:
+    """Returns what rank 0 said."""
+    return (folder / "0.log").read_text()
+
+
+def check(results: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], case: str, step: int) -> None:
+    for rank in range(WORLD):
+        assert (results[rank][case]["first"], results[rank][case]["restored"]) == (step, "peers")
+        assert results[rank][case]["state"] == plain[rank][case]["state"]
+
+
+CASES = ["adamw", *(pytest.param(each, marks=pytest.mark.chaos) for each in ("adam-l2", "sgd"))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_lost_node_comes_back_at_the_newest_whole_step(case, site: Site, tmp_path):
+    ranks = start(site.add(WORLD), tmp_path / "plain", [case], "plain")
+    plain = finish(ranks, tmp_path / "plain")
+    nodes = lose_a_node(case, site, tmp_path / "lost")
+    check(finish(start(nodes, tmp_path / "again", [case], "job"), tmp_path / "again"), plain, case, W)
+    assert f"at step {W} is replayed from copies of step {P} and the gradients since" in log_of(tmp_path / "again")
+
+
+@pytest.mark.chaos
+def test_a_replay_that_differs_is_refused_and_the_protected_step_taken(site: Site, tmp_path):
+    case = "adamw"
+    plain = finish(start(site.add(WORLD), tmp_path / "plain", [case], "plain"), tmp_path / "plain")
+    nodes = lose_a_node(case, site, tmp_path / "lost")
+    wrong = "replay.update:drop:after=1:times=1"
+    again = start(nodes, tmp_path / "again", [case], "job", 0, 99, wrong)
+    check(finish(again, tmp_path / "again"), plain, case, P)
+    log = log_of(tmp_path / "again")
+    assert f"step {W} (epoch 1) can't be replayed: the recomputed state of rank 1 differs from the owner's" in log
