@@ -253,3 +253,28 @@ def test_an_unknown_class_and_what_torch_refuses_are_named():
     ):
         with pytest.raises(CannotFold, match="torch refuses the update of weight"):
             ParameterFold("weight", "Adam", state).update(scalars, gradient)
+
+
+def test_on_another_device_a_copy_of_the_state_is_updated_and_brought_back(monkeypatch):
+    owner = Owner("AdamW", {"lr": 1e-2}, {"matrix": (61, 33)})
+    steps = train(owner)
+    next(steps)
+    state = owner.state("matrix")
+    before = {key: value.clone() for key, value in state.items()}
+    owner.updates["matrix"].clear()
+    next(steps)
+    with monkeypatch.context() as patched:  # as if each copy lay on a device
+        patched.setattr(torch.Tensor, "to", lambda self, *_: self.clone())
+        fold = ParameterFold("matrix", "AdamW", state)
+        fold.update(*owner.updates["matrix"][0])
+    assert torch.equal(state["exp_avg"], before["exp_avg"])
+    fold.finish()
+    assert all(torch.equal(state[key], value) for key, value in owner.state("matrix").items())
+
+
+def test_a_device_that_gives_nothing_back_is_an_error():
+    state = {"step": torch.tensor(1.0), "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}
+    fold = ParameterFold("w", "AdamW", state, torch.device("meta"))
+    fold.update({"lr": 0.1}, torch.ones(4))
+    with pytest.raises(CannotFold, match="the state of w can't be read from meta"):
+        fold.finish()

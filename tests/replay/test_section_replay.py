@@ -46,6 +46,27 @@ def test_copies_are_those_of_the_owners(config):
     assert scene.made == scene.wanted and scene.target.map.bad_chunks() == []
 
 
+def test_one_section_of_several_may_be_made_at_another_place():
+    """As a trainer does that replays the section of one rank."""
+    scene = ReplayScene(owners=2)
+    section = scene.order.sections.pop()
+    del scene.order.sections[:]
+    section.begin, scene.order.data_bytes = 0, section.nbytes
+    scene.order.sections.append(section)
+    run(scene)
+    assert scene.target.map.header.data_bytes == section.nbytes
+    assert scene.made[: section.nbytes] == scene.wanted[section.base_begin :][: section.nbytes]
+
+
+@pytest.mark.parametrize("after", range(10))
+def test_copies_without_one_of_the_updates_are_refused(after):
+    scene = ReplayScene()
+    failpoints, slots = Failpoints(f"replay.update:drop:after={after}:times=1"), [each.map for each in scene.records]
+    with pytest.raises(CopiesDiffer, match=r"of rank 1 differs from the owner's in \d+ of \d+ chunks, first in chunk"):
+        replay(scene.order, scene.base.map, scene.target.map, slots, failpoints)
+    assert scene.target.map.reread().state is SlotState.WRITING
+
+
 def test_no_update_gives_the_same_copies():
     scene = ReplayScene(marks=2, without_update=[11, 12])
     run(scene)

@@ -95,6 +95,11 @@ class Restore:
         # A rank that has moved reads unreplicated leaves from the slot on its earlier node.
         return shared + remote_read_s(sources, {old: old for old in sources}, nodes)
 
+    @property
+    def replay_s(self) -> float:
+        """How long all ranks may wait for `replay`, in seconds; 0: nothing is replayed."""
+        return replay_s(self.context.plan)
+
     def open(self) -> tuple[dict[int, OldRank], OpenReport]:
         """Opens slots and capsules; reports damage and raises no error for it."""
         context, opened, facts = self.context, dict[int, OldRank](), {}
@@ -251,8 +256,8 @@ def run_restore(
     if damaged := damaged_at_open(opens):
         return RestoreResult(damaged, is_mismatched=not any(report.damaged for report in opens))
     replayed: Mapping[int, SlotMap] = NOTHING_REPLAYED
-    if restore.context.plan.replays:
-        replayed, reports = share(rank_group, restore.replay, ReplayReport, replay_s(restore.context.plan))
+    if restore.replay_s:
+        replayed, reports = share(rank_group, restore.replay, ReplayReport, restore.replay_s)
         if refused := {number: why for report in reports for number, why in report.refused.items()}:
             return RestoreResult(tuple(sorted(refused)), reasons=tuple(why for _, why in sorted(refused.items())))
     match = restore.match(opened, opens, rank_group)

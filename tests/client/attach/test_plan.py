@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 import pytest
 
@@ -27,8 +28,9 @@ from reft.client.restore.restore import RestoreResult
 from reft.config import Config
 from reft.core.budget import format_bytes
 from reft.core.coding.placement import exposures
+from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.recovery import RecoveryPlan
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, RecoveryPlan, SectionReplay
 from reft.errors import AttachError, ConfigError, RestoreError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
@@ -202,6 +204,18 @@ def test_after_damage_older_versions_are_tried_until_none_is_left():
 def test_a_damaged_capsule_is_erased_under_its_own_name():
     plan = planned(survey_of(FIRST, {"a": [8]}, a=[(1, 8)]), nodes="ac")
     assert AttachTry().after(plan, RestoreResult((1,)), tries=4).erased == {("a", "capsule-1", Version(EPOCH, 8))}
+
+
+def test_a_refused_replay_is_erased_with_the_version_of_its_copies():
+    plan = planned(survey_of(FIRST, {"a": [8]}, a=[(1, 8)]), nodes="ac")
+    protected = Version(EPOCH, 6)
+    copies, capsule = (
+        HeldParity("a", 0, "parity-0.slot-0", SlotState.SEALED, protected),
+        HeldCapsule("a", 1, protected, 4),
+    )
+    replays = {1: SectionReplay(1, copies, capsule, ())}
+    refused = replace(plan, recovery=replace(plan.recovery, replays=replays))
+    assert AttachTry().after(refused, RestoreResult((5,)), tries=4).erased == {("a", "replay-1", protected)}
 
 
 def test_after_the_last_try_attach_fails():

@@ -14,6 +14,7 @@ from reft.client.link.rank_group import RankGroup
 from reft.client.restore.executor import NO_RANK, LoadReport
 from reft.client.restore.opened import CapsuleFacts, OpenReport
 from reft.client.restore.remote_slots import SlotOpener
+from reft.client.restore.replay import ReplayReport
 from reft.client.restore.reshard import parts_to_publish
 from reft.client.restore.restore import RestoreResult, damaged_at_load, damaged_at_open, run_restore
 from reft.core.commit.slots import SlotState
@@ -74,7 +75,10 @@ class Steps:
 
     remote_read_s = 0.0
 
-    def __init__(self, opens: OpenReport = SOUND, *loads: LoadReport, fails: str = "") -> None:
+    def __init__(
+        self, opens: OpenReport = SOUND, *loads: LoadReport, fails: str = "", replays: ReplayReport | None = None
+    ) -> None:
+        self.replays, self.replay_s = replays, 0.0 if replays is None else 1.0
         self.opens, self.loads, self.fails, self.steps = opens, list(loads or [LOADED]), fails, []
 
     def _step(self, name: str) -> None:
@@ -86,6 +90,10 @@ class Steps:
         self._step("open")
         return "opened", self.opens
 
+    def replay(self) -> tuple[dict[int, str], ReplayReport | None]:
+        self._step("replay")
+        return {5: "slot"}, self.replays
+
     def match(self, opened: str, reports: Any, rank_group: RankGroup) -> str:
         assert (opened, reports) == ("opened", [self.opens])
         self._step("match")
@@ -96,7 +104,8 @@ class Steps:
         self._step("make")
         return {"w": "tensor"}
 
-    def load(self, matched: str, tensors: Any, transport: Any, at_chunk: Any) -> LoadReport:
+    def load(self, matched: str, tensors: Any, transport: Any, at_chunk: Any, replayed: Any) -> LoadReport:
+        assert replayed == ({5: "slot"} if "replay" in self.steps else {})
         assert (matched, tensors, transport, at_chunk) == ("matched", {"w": "tensor"}, "transport", print)
         self._step("load")
         return self.loads.pop(0)
@@ -120,6 +129,18 @@ def test_the_steps_follow_each_other():
 def test_nothing_is_made_if_a_slot_is_damaged_at_open():
     steps = Steps(opens=OpenReport((4,)))
     assert result_of(steps) == RestoreResult((4,)) and steps.steps == ["open"]
+
+
+def test_replays_come_before_the_load():
+    steps = Steps(replays=ReplayReport())
+    assert result_of(steps).tree == {"step": 8}
+    assert steps.steps == ["open", "replay", "match", "make", "load", "finish"]
+
+
+def test_nothing_is_made_if_a_replay_is_refused():
+    steps = Steps(replays=ReplayReport({5: "rank 1 differs.", 4: "a gap."}))
+    assert result_of(steps) == RestoreResult((4, 5), reasons=("a gap.", "rank 1 differs."))
+    assert steps.steps == ["open", "replay"]
 
 
 def test_nothing_is_finished_if_a_slot_is_damaged_at_load():

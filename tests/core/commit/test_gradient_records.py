@@ -85,6 +85,18 @@ def test_a_record_of_another_epoch_is_free():
     assert chosen(slots_with(4, 5, epoch=other), Pins(0, 3, -1, 3), 6) == 0
 
 
+def test_records_of_a_replayed_base_stay_until_a_step_of_the_new_epoch_is_whole():
+    slots, replayed = slots_with(4, 5, 6, epoch=OLD), frozenset({Version(OLD, 5), Version(OLD, 6)})
+
+    def chosen_now(pins: Pins, slots: list[Slot]) -> int | None:
+        slot = choose_record_slot(slots, OWN, 7, pins, replayed)
+        return None if slot is None else slot.index
+
+    assert chosen_now(Pins(), slots) == 0 and chosen_now(Pins(), slots[1:]) is None
+    assert chosen_now(Pins(0, 6), slots[1:]) == 1
+    assert chosen(slots[1:], Pins(), 7) == 1
+
+
 def test_recording_begins_again_after_a_turn_that_lasts_longer_than_the_slots():
     """Each turn of the mover lasts 3 marks. With 4 slots the records since T are complete then."""
     slots, pins, folded = slots_with(None, None, None, None), Pins(), []
