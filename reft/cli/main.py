@@ -35,6 +35,7 @@ from reft.cli.survey import steady, surveys
 from reft.cli.timeline import collect, write
 from reft.config import allows_colour, parse_size
 from reft.core.budget import format_bytes
+from reft.core.recovery.holdings import replayed
 from reft.core.status.health import Health
 from reft.core.text import counted
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
@@ -518,12 +519,17 @@ def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) 
     version = judged[0].newest if judged else None
     lost_nodes = {node for nodes in nodes_by_unit.values() for node in nodes}
     loss = loss_analysis.what_if(lost_nodes) if loss_analysis else None
-    after = job_survey.plan_without(lost_nodes).base if version else None
+    plan = job_survey.plan_without(lost_nodes)
+    after = plan.base if version else None
     if as_json:
         document = status_view.what_if_document(job, lose, version, after, loss)
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **document}, indent=2))
     else:
-        click.echo("\n".join(status_text.what_if_lines(job, lose, version, after, loss)))
+        click.echo(
+            "\n".join(
+                status_text.what_if_lines(job, lose, version, after, loss, replayed(plan) if plan.replays else "")
+            )
+        )
     sys.exit(EXIT_LOST if after is None else 0)
 
 

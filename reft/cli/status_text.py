@@ -145,9 +145,10 @@ def replay_words(replay: ReplayView) -> str:
     """Returns a sentence about the copies of one lane, which gradients may give."""
     if replay.reason:
         pause = f" The next attempt follows after {counted(replay.left_out, 'turn')}." if replay.left_out else ""
-        return f"the exchange makes lane {replay.lane}: {replay.reason}{pause}"
+        log = "" if replay.log is None else f" A lost rank replays gradients up to step {replay.log}."
+        return f"mode {replay.mode}: the exchange makes lane {replay.lane}: {replay.reason}{pause}{log}"
     return (
-        f"lane {replay.lane} is recomputed here, and has its owners' digests at step {replay.verified}, "
+        f"mode verified: lane {replay.lane} is recomputed here, and has its owners' digests at step {replay.verified}, "
         f"{counted(replay.lag, 'step')} behind; {counted(replay.marks, 'mark')} took {replay.cpu_s:.2f} s of a core."
     )
 
@@ -187,11 +188,19 @@ def memory_lines(job: JobView) -> list[str]:
 
 
 def what_if_lines(
-    job: str, lose: Sequence[str], version: Version | None, after: Version | None, loss: LossReport | None
+    job: str,
+    lose: Sequence[str],
+    version: Version | None,
+    after: Version | None,
+    loss: LossReport | None,
+    replayed: str = "",
 ) -> list[str]:
     """Returns the answer to "does the job survive the loss of these nodes?".
 
-    For the arguments see `status_view.what_if_document`.
+    For the other arguments see `status_view.what_if_document`.
+
+    Args:
+        replayed: a sentence on state that would be replayed; empty: none would be.
     """
     if version is None:
         return wrapped("", f"job {job}: no step can be restored now.")
@@ -200,6 +209,7 @@ def what_if_lines(
         answer = f"this step is lost too: {loss.words if loss else 'no slot is left'}."
     else:
         answer = f"the job goes back to {after}." if after.is_older_than(version) else "this step survives."
+        answer += f" {replayed}" if replayed else ""
     return wrapped("", f"job {job}, {version}: {condition}, {answer}")
 
 

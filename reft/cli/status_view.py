@@ -78,6 +78,7 @@ class ReplayView:
         marks: gradient records that the last replay folded.
         cpu_s: its CPU seconds.
         left_out: turns that the exchange still makes before the next attempt.
+        log: newest step that a lost rank can replay from what is here; None: there is none.
     """
 
     lane: int
@@ -87,6 +88,15 @@ class ReplayView:
     marks: int
     cpu_s: float
     left_out: int
+    log: int | None = None
+
+    @property
+    def mode(self) -> str:
+        """How the lane is kept.
+
+        verified (recomputed here), log (exchanged, and replayed after a loss), or off (exchanged).
+        """
+        return "verified" if not self.reason else "off" if self.log is None else "log"
 
 
 @dataclass(frozen=True)
@@ -228,7 +238,7 @@ def _exchange_view(exchange: pb.ExchangeStatus) -> ExchangeView:
         tuple(
             ReplayView(
                 each.lane, each.reason, each.verified if each.verified >= 0 else None, each.lag, each.marks, each.cpu_s,
-                each.left_out,
+                each.left_out, each.log if each.log >= 0 else None,
             )
             for each in exchange.replays
         ),
@@ -408,8 +418,9 @@ def _exchange_document(exchange: ExchangeView | None) -> dict[str, Any] | None:
         "unguarded_lanes": [{"step": step, "lane": lane, "reason": words} for step, lane, words in exchange.lanes],
         "replays": [
             {
-                "lane": each.lane, "verified_step": each.verified, "lag": each.lag, "marks": each.marks,
-                "cpu_s": _rounded(each.cpu_s), "reason": each.reason or None, "left_out": each.left_out,
+                "lane": each.lane, "mode": each.mode, "log_step": each.log, "verified_step": each.verified,
+                "lag": each.lag, "marks": each.marks, "cpu_s": _rounded(each.cpu_s), "reason": each.reason or None,
+                "left_out": each.left_out,
             }
             for each in exchange.replays
         ],

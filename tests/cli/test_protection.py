@@ -12,6 +12,7 @@ from reft.cli import recover_view, status_text, status_view
 from reft.cli.main import main, pairs_of
 from reft.cli.recover_view import recovery_lines, recovery_view, with_targets
 from reft.core.coding.placement import capsule_holders
+from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Leaf
 from reft.core.status.health import Health
 from reft.errors import ConfigError
@@ -335,24 +336,38 @@ def test_the_step_that_survives_processes_and_the_one_that_survives_nodes_are_sh
 
 def test_copies_of_what_exists_once_are_shown():
     exchange = pb.ExchangeStatus(protected=40, protected_age_s=12.0, turn=-1)
-    exchange.replays.add(lane=0, verified=40, lag=6, marks=2, cpu_s=0.25)
-    exchange.replays.add(lane=1, verified=-1, reason="mark 41 has no record.", left_out=2)
+    exchange.replays.add(lane=0, verified=40, lag=6, marks=2, cpu_s=0.25, log=46)
+    exchange.replays.add(lane=1, verified=-1, reason="mark 41 has no record.", left_out=2, log=-1)
+    exchange.replays.add(lane=2, verified=-1, reason="it differs.", log=45)
     lines = lines_of(exchanging(protect="aor"), whole=46, exchange=exchange)
     text = " ".join(" ".join(lines).split())
-    recomputed = (
-        "replay lane 0 is recomputed here, and has its owners' digests at step 40, 6 steps behind; 2 marks took 0.25 s"
-    )
-    assert recomputed in text
-    assert "the exchange makes lane 1: mark 41 has no record. The next attempt follows after 2 turns." in text
+    recomputed = "replay mode verified: lane 0 is recomputed here, and has its owners' digests at step 40, 6 steps"
+    assert f"{recomputed} behind; 2 marks took 0.25 s" in text
+    assert "mode off: the exchange makes lane 1: mark 41 has no record. The next attempt follows after 2 turns." in text
+    assert "mode log: the exchange makes lane 2: it differs. A lost rank replays gradients up to step 45." in text
     assert max(map(len, lines)) <= status_text.WIDTH
     assert "copies elsewhere one holder 4 1+1 1 1 12.0 MiB" in text
     assert "protect PROTECTED any 1 failure domain can be lost now." in text
     status = job(*(rank(i) for i in range(4)), whole=46, exchange=exchange)
     (document,) = status_view.document(reply(status), [status_view.job_view(status, exchanging())], "x")["jobs"]
-    assert document["exchange"]["replays"] == [
-        {"lane": 0, "verified_step": 40, "lag": 6, "marks": 2, "cpu_s": 0.25, "reason": None, "left_out": 0},
+    first, second, third = document["exchange"]["replays"]
+    assert (third["mode"], third["log_step"]) == ("log", 45)
+    assert [first, second] == [
+        {
+            "lane": 0,
+            "mode": "verified",
+            "log_step": 46,
+            "verified_step": 40,
+            "lag": 6,
+            "marks": 2,
+            "cpu_s": 0.25,
+            "reason": None,
+            "left_out": 0,
+        },
         {
             "lane": 1,
+            "mode": "off",
+            "log_step": None,
             "verified_step": None,
             "lag": 0,
             "marks": 0,
@@ -361,6 +376,12 @@ def test_copies_of_what_exists_once_are_shown():
             "left_out": 2,
         },
     ]
+
+
+def test_what_if_says_what_would_be_replayed():
+    version = Version(Epoch(1, b"e" * 16), 7)
+    lines = status_text.what_if_lines("job", ["a"], version, version, None, "Rank 1 replays.")
+    assert " ".join(lines) == "job job, step 7 (epoch 1): if a is lost, this step survives. Rank 1 replays."
 
 
 def test_before_the_first_turn_nothing_is_protected():

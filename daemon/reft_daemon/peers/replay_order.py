@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from reft.core.commit.gradient_records import log_end
 from reft.core.commit.version import Version
 from reft.wire import messages
 from reft.wire.manifest import layouts_of, placement_of
@@ -66,15 +67,7 @@ def replay_inputs(job: JobRecord, local: LocalLane, version: Version) -> ReplayI
         LateRecord: the last records are not sealed yet.
         CannotReplay: something is missing.
     """
-    base = parity.kept_version(job)
-    if base is None:
-        raise CannotReplay("no step is protected yet.")
-    decision = messages.decision_from(job.record.decision)
-    if base.epoch != job.epoch and base != decision.base:
-        raise CannotReplay(f"the copies at hand are of {base}, which no record follows.")
-    copies = parity.sealed_parity(job, local, base)
-    if copies is None:
-        raise CannotReplay(f"the copies of {base} are not at hand.")
+    base, copies = _copies(job, local)
     marks, records = range(base.step + 1, version.step + 1), sealed_records(job, local.rank)
     if missing := [mark for mark in marks if mark not in records]:
         refusal = CannotReplay if max(records, default=-1) > missing[0] else LateRecord
@@ -87,6 +80,33 @@ def replay_inputs(job: JobRecord, local: LocalLane, version: Version) -> ReplayI
             raise CannotReplay(f"the capsule of rank {rank}, {base if before is None else version} is not here.")
         pairs.append((before, after))
     return ReplayInputs(base, copies, [records[mark] for mark in marks], pairs)
+
+
+def replayable_step(job: JobRecord, local: LocalLane) -> int:
+    """Returns the newest step that a lost member of a lane can replay from here; -1: none."""
+    try:
+        base, _ = _copies(job, local)
+    except CannotReplay:
+        return -1
+    return log_end(base.step, sealed_records(job, local.rank))
+
+
+def _copies(job: JobRecord, local: LocalLane) -> tuple[Version, SlotFile]:
+    """Returns the version of the copies at hand, and the parity slot that has them.
+
+    Raises:
+        CannotReplay: there are none that records may follow.
+    """
+    base = parity.kept_version(job)
+    if base is None:
+        raise CannotReplay("no step is protected yet.")
+    decision = messages.decision_from(job.record.decision)
+    if base.epoch != job.epoch and base != decision.base:
+        raise CannotReplay(f"the copies at hand are of {base}, which no record follows.")
+    copies = parity.sealed_parity(job, local, base)
+    if copies is None:
+        raise CannotReplay(f"the copies of {base} are not at hand.")
+    return base, copies
 
 
 def replay_order(

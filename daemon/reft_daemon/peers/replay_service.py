@@ -22,6 +22,7 @@ from reft.errors import ReftError
 from reft.wire.replay_sections import OwnerFacts
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile
+from reft_daemon.jobs import parity
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
 from reft_daemon.peers.replay_order import (
@@ -30,6 +31,7 @@ from reft_daemon.peers.replay_order import (
     copied_owners,
     replay_inputs,
     replay_order,
+    replayable_step,
 )
 from reft_daemon.peers.replayer import Replayer, ReplayFailed
 
@@ -105,19 +107,21 @@ class ReplayService:
             self._note(job, local, version, lane, "")
         return not lane.reason
 
-    def status(self, job: str, whole: int) -> list[pb.ReplayStatus]:
+    def status(self, job: JobRecord, whole: int) -> list[pb.ReplayStatus]:
         """Returns how the copies of each lane are made.
 
         Args:
             job: the job.
             whole: its newest whole step.
         """
+        steps = {local.number: replayable_step(job, local) for local in parity.local_lanes(job)}
         return [
             pb.ReplayStatus(
                 lane=number, reason=lane.reason, verified=lane.verified, lag=lane.lag(whole),
                 marks=lane.marks, cpu_s=lane.cpu_s, left_out=lane.trials.left_out,
+                log=steps.get(number, -1),
             )
-            for number, lane in sorted(self._lanes.get(job, {}).items())
+            for number, lane in sorted(self._lanes.get(job.id, {}).items())
         ]  # fmt: skip
 
     async def drop(self, job: str) -> None:

@@ -237,7 +237,7 @@ class TurnService:
             status.turn_bytes, status.received_bytes = turn.nbytes, turn.received_bytes
         for lane in sorted(job.round.guard.report(pins).lanes):
             status.lanes.add(step=lane.step, lane=lane.lane, words=lane.words)
-        status.replays.extend(self._replays.status(job.id, pins.whole))
+        status.replays.extend(self._replays.status(job, pins.whole))
         return status
 
     async def close(self) -> None:

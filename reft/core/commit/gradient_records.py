@@ -203,3 +203,19 @@ def chain_gap(records: Mapping[int, RecordDigests], protected: int, turn: int) -
         if mark > protected + 1 and records[mark].previous != records[mark - 1].own:
             return f"the record of mark {mark} follows another record than that of mark {mark - 1}."
     return ""
+
+
+def log_end(protected: int, sealed: Collection[int]) -> int:
+    """Returns the step to which sealed records lead from the protected one; -1: to none.
+
+    So far a lost rank can replay its part. Without the record of that step itself, nobody records
+    now.
+
+    Args:
+        protected: the step of the copies at hand.
+        sealed: the marks of the epoch whose records are sealed.
+    """
+    end = protected
+    while end + 1 in sealed:
+        end += 1
+    return end if end in sealed else -1

@@ -961,7 +961,7 @@ class ExchangeStatus(_message.Message):
     def __init__(self, protected: _Optional[int] = ..., protected_age_s: _Optional[float] = ..., turn: _Optional[int] = ..., turn_age_s: _Optional[float] = ..., turn_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ..., last_turn_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., pace_bytes_per_s: _Optional[int] = ..., pace_reason: _Optional[str] = ..., parity_bytes: _Optional[int] = ..., extra_slot_bytes: _Optional[int] = ..., replays: _Optional[_Iterable[_Union[ReplayStatus, _Mapping]]] = ...) -> None: ...
 
 class ReplayStatus(_message.Message):
-    __slots__ = ("lane", "reason", "verified", "lag", "marks", "cpu_s", "left_out")
+    __slots__ = ("lane", "reason", "verified", "lag", "marks", "cpu_s", "left_out", "log")
     LANE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
@@ -969,6 +969,7 @@ class ReplayStatus(_message.Message):
     MARKS_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
     lane: int
     reason: str
     verified: int
@@ -976,7 +977,8 @@ class ReplayStatus(_message.Message):
     marks: int
     cpu_s: float
     left_out: int
-    def __init__(self, lane: _Optional[int] = ..., reason: _Optional[str] = ..., verified: _Optional[int] = ..., lag: _Optional[int] = ..., marks: _Optional[int] = ..., cpu_s: _Optional[float] = ..., left_out: _Optional[int] = ...) -> None: ...
+    log: int
+    def __init__(self, lane: _Optional[int] = ..., reason: _Optional[str] = ..., verified: _Optional[int] = ..., lag: _Optional[int] = ..., marks: _Optional[int] = ..., cpu_s: _Optional[float] = ..., left_out: _Optional[int] = ..., log: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots", "repaired_slots")

@@ -13,6 +13,7 @@ from reft.core.commit.gradient_records import (
     chain_gap,
     choose_record_slot,
     lay_out,
+    log_end,
     needed_after,
     record_slots,
 )
@@ -146,6 +147,14 @@ def test_a_dropped_repeated_reordered_or_changed_record_ends_the_chain(records, 
 
 def item(optimizer: int, name: str, nbytes: int, has_parameter: bool = False) -> RecordItem:
     return RecordItem(1, optimizer, name, "uint8", (nbytes,), nbytes, has_parameter)
+
+
+@pytest.mark.parametrize(
+    ("protected", "sealed", "end"),
+    [(3, (4, 5), 5), (3, (3,), 3), (3, (4, 6), 4), (3, (5, 6), -1), (3, (), -1), (3, (2, 3, 4, 5, 7), 5), (0, (1,), 1)],
+)
+def test_the_log_ends_before_the_first_gap(protected, sealed, end):
+    assert log_end(protected, sealed) == end
 
 
 def test_items_lie_end_to_end_and_each_optimizer_begins_a_chunk():

@@ -239,7 +239,12 @@ def test_what_can_not_be_recomputed_is_made_by_the_mover_in_the_same_turn(play):
         nodes.snapshot()
         lanes = await nodes.turn()
         assert "the record of mark" in lanes[0].reason and "has changed in memory" in lanes[0].reason
-        assert reasons(lanes)[1:] == ["", ""]
+        assert reasons(lanes)[1:] == ["", ""] and [lane.log for lane in lanes] == [nodes.mark] * COUNT
+
+        nodes.train()
+        nodes.train(recorded=False)
+        nodes.train()
+        assert [nodes.services[0].status(nodes.jobs[0]).replays[0].log] == [nodes.mark - 2], "up to the gap"
 
     play(act)
 
