@@ -138,9 +138,13 @@ class GuardedJob:
 
         def one(rank: int) -> LoadReport:
             restore, match = self.restore(rank, lost, here)
-            return restore.load(match, self.live[rank], box.of(rank), lambda chunk: None)
+            return restore.load(match, self.live[rank], box.of(rank), lambda chunk: None, self.replayed(restore))
 
         return on_all(self.D, one)
+
+    def replayed(self, restore: Restore) -> dict[int, SlotMap]:
+        """Returns the sections that a rank has replayed: none."""
+        return {}
 
     def is_whole(self) -> bool:
         return all(

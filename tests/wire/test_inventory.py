@@ -6,6 +6,7 @@ import pytest
 
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
+from reft.core.recovery import recovery
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
@@ -55,3 +56,18 @@ def test_parity_is_no_slot_of_a_rank():
     (parity,) = survey.parity
     assert (parity.node, parity.rank, parity.slot, parity.layout) == ("a", 0, "parity-0.slot-0", b"lane")
     assert parity.version == messages.version_from(version)
+
+
+def test_only_trainers_plan_with_gradient_records(monkeypatch):
+    """A daemon that planned a replay would look for a slot that does not exist."""
+    version = pb.Version(epoch=pb.Epoch(counter=1, ident=bytes(16)), step=7)
+    reply = pb.InventoryReply(node="n", node_id="a", decision=pb.Decision(epoch=version.epoch))
+    reply.records.add(rank=0, slot="record-0.slot-0", state=pb.SEALED, version=version, data_bytes=64)
+    survey = JobSurvey({"a": reply})
+    (record,) = survey.records
+    assert (record.node, record.rank, record.slot, record.data_bytes) == ("a", 0, "record-0.slot-0", 64)
+    assert record.version == messages.version_from(version) and survey.held == []
+    monkeypatch.setattr(recovery, "plan", lambda *arguments, **named: (*arguments[6:], *named.values()))
+    assert survey.plan(()) == survey.plan({("a", "x", BASE)}) == ([record],)
+    assert survey.plan_without({"b"}) == ([], [record]) and survey.plan_without({"n"}) == ([], [])
+    assert survey.rebuild_plan(()) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -14,14 +15,19 @@ import torch
 
 from reft.client.restore.executor import LoadReport
 from reft.client.restore.opened import OldRank, open_old_rank
-from reft.client.restore.restore import damaged_at_load
+from reft.client.restore.restore import Restore, damaged_at_load
 from reft.client.state import serialization
+from reft.core.commit.slots import SlotState
 from reft.core.recovery.plan import TransferSizes
+from reft.core.recovery.recovery import HeldParity, RecoveryPlan, SectionReplay
+from reft.core.recovery.stripes import replay_number
 from reft.errors import FormatError
 from reft.wire.capsule_format import NO_NAMES
+from reft.wire.slot_format import Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.guarded import CHUNK, INLINE, LEAST, SLOTS, SMALL, GuardedJob, state
 from tests.support.shards import (
+    VERSION,
     Postbox,
     make_parity,
     make_slot,
@@ -297,3 +303,58 @@ def test_a_flipped_bit_in_a_copy_is_found():
     job = GuardedJob(4, f=2, scheme="aor")
     job.parity[3].data[7] ^= 1
     assert damaged_at_load(job.load([0]), False) == (4 + 3,)
+
+
+# Replayed sections
+
+
+class ReplayedJob(GuardedJob):
+    """A job whose lost ranks' keepers have replayed the sections; no copy is at hand.
+
+    Attributes:
+        flipped: whether the replayed bytes are wrong.
+    """
+
+    flipped = False
+
+    def plan(self, lost: Collection[int]) -> RecoveryPlan:
+        plan = super().plan(lost)
+        copies = HeldParity("gone", 0, "parity-0.slot-0", SlotState.SEALED, VERSION)
+        ways = {old: SectionReplay(old, copies, plan.capsules[old], ()) for old in lost}
+        return replace(plan, parity={}, replays=ways)
+
+    def replayed(self, restore: Restore) -> dict[int, SlotMap]:
+        context, made = restore.context, {}
+        for old in context.plan.replays:
+            if context.readers.keeper_of[old] == context.rank:
+                part = self.placement.rank_placement(old)
+                data = self.slots[old].data[part.unreplicated_offset : part.data_bytes]
+                geometry = Geometry(0, data.nbytes, CHUNK)
+                slot = SlotMap.create(np.zeros(geometry.file_bytes, np.uint8), geometry, "job", old)
+                slot.begin(VERSION, bytes(16), b"", data.nbytes)
+                slot.data[: data.nbytes] = data
+                slot.data[7] ^= self.flipped
+                seal(slot)
+                made[replay_number(self.placement, old)] = slot
+        return made
+
+
+@pytest.mark.parametrize(("D", "f"), [(2, 1), (3, 1), (5, 2)])
+def test_replayed_sections_are_loaded(D, f):
+    job = ReplayedJob(D, f=f, scheme="aor")
+    for lost in (lost for count in range(1, f + 1) for lost in itertools.combinations(range(D), count)):
+        box = Postbox()
+        assert job.load(lost, box=box) == [LoadReport()] * D and job.is_whole(), lost
+
+
+def test_no_byte_of_a_replayed_section_travels():
+    job, box = ReplayedJob(3, own_states(3), scheme="aor"), Postbox()
+    assert job.load([1], box=box) == [LoadReport()] * 3 and job.is_whole()
+    assert not any(box.sent_bytes.values())
+
+
+def test_replayed_bytes_are_compared_with_the_capsule_once_more():
+    job = ReplayedJob(3, own_states(3), scheme="aor")
+    job.flipped = True
+    reports = job.load([1])
+    assert damaged_at_load(reports, True) == (1,) and "chunk 0 of rank 1" in min(reports[1].faults)

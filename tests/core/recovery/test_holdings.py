@@ -9,7 +9,7 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.holdings import HoldingState, fresh_start_block, judge_holdings
 from reft.core.recovery.inventory import Inventory, KnownStep, NodeInventory
-from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan, Shortfall
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan, SectionReplay, Shortfall
 
 EPOCH = Epoch(1, b"e" * 16)
 V8 = Version(EPOCH, 8)
@@ -80,3 +80,15 @@ def test_a_fresh_start_names_everybody_who_knows_of_a_whole_step():
     ]
     assert any("REFT_RESTORE=require" in line for line in lines)
     assert fresh_start_block("run1", Inventory({"a": NodeInventory("a")}, {})) == ""
+
+
+def test_a_replay_is_announced_and_a_refused_one_named():
+    copies = HeldParity("a", 0, "parity-0.slot-0", SlotState.SEALED, Version(EPOCH, 5))
+    way = SectionReplay(1, copies, HeldCapsule("a", 1, Version(EPOCH, 5), 64), ())
+    plan = RecoveryPlan(V8, {0: SLOT}, {1: HeldCapsule("a", 1, V8, 64)}, replays={1: way})
+    words = "The optimizer state of rank 1 at step 8 is replayed from copies of step 5 and the gradients since"
+    assert words in judge_holdings("job", inventory(), plan, {}).reason
+    erased = {(way.node, way.slot, way.version)}
+    assert judge_holdings("job", inventory(), RecoveryPlan(None), {}, erased).missing == (
+        "replay-1 from the copies of step 5 (epoch 1) on node n0 was refused.",
+    )
