@@ -32,7 +32,8 @@ def lose_a_node(case: str, site: Site, folder: Path) -> list[DaemonProcess]:
         process.kill()
         process.join()
     for node in nodes:
-        assert (node.status("job").whole, node.status("job").exchange.protected) == (W, P)
+        status = node.status("job")
+        assert (status.whole, status.exchange.protected, status.exchange.replays[0].log) == (W, P, W)
     vanish(nodes[1])
     return [nodes[0], *site.add(1, "--node", "node-2")]
 

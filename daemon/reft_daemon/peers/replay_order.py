@@ -83,7 +83,7 @@ def replay_inputs(job: JobRecord, local: LocalLane, version: Version) -> ReplayI
 
 
 def replayable_step(job: JobRecord, local: LocalLane) -> int:
-    """Returns the newest step that a lost member of a lane can replay from here; -1: none."""
+    """Returns the newest step that a lost member can replay from here; -1: none."""
     try:
         base, _ = _copies(job, local)
     except CannotReplay:
