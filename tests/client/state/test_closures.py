@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from reft.client.state.extract.optimizers import OptimizerExtractor
+from reft.client.state.tracked_objects import required_extractor
 
 
 class Foreign(torch.optim.SGD):
@@ -26,7 +28,7 @@ def events(
         loss.backward()
         return loss
 
-    OptimizerExtractor().hook(optimizer, lambda *_: note("before"), lambda *_: note("after"))
+    required_extractor(optimizer).hook(optimizer, lambda *_: note("before"), lambda *_: note("after"))
     fill = lambda value: closure if value == "closure" else value  # noqa: E731
     optimizer.step(*map(fill, arguments), **{key: fill(value) for key, value in keywords.items()})
     return log
@@ -58,4 +60,24 @@ def test_the_first_of_many_calls_of_the_closure_counts(parameter):
 
 def test_an_optimizer_outside_torch_may_write_before_its_closure(parameter):
     log = events(Foreign([parameter], lr=0.1), parameter, "closure")
+    assert [event for event, _ in log] == ["before", "closure", "after"]
+
+
+@pytest.fixture
+def alone():
+    """A process group of one rank: ZeroRedundancyOptimizer needs one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("arguments", "named"), [(["closure"], {}), ([], {"closure": "closure"})])
+def test_torchs_zero_runs_the_closure_before_the_window_ends(parameter, alone, arguments, named):
+    """Gradients are recorded when the window ends: those of the closure."""
+    log = events(ZeroRedundancyOptimizer([parameter], torch.optim.SGD, lr=0.1), parameter, *arguments, **named)
+    assert log == [("closure", 1.0), ("before", 1.0), ("after", 0.8)]
+
+
+def test_torchs_zero_of_another_class_may_write_before_its_closure(parameter, alone):
+    log = events(ZeroRedundancyOptimizer([parameter], Foreign, lr=0.1), parameter, "closure")
     assert [event for event, _ in log] == ["before", "closure", "after"]

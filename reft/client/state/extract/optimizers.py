@@ -271,7 +271,8 @@ class OptimizerExtractor:
 
         def begin(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
             calls.begin(optimizer)
-            return _before_writing(before, optimizer, arguments, keywords)
+            is_torchs = all(_is_torchs(each) for each in (optimizer, self.owner(optimizer)))
+            return _before_writing(before, is_torchs, arguments, keywords)
 
         return [
             value.register_step_pre_hook(untraced(begin)),
@@ -295,7 +296,12 @@ def _optimizers_in(value: object) -> list[torch.optim.Optimizer]:
     return [each for each in values if isinstance(each, torch.optim.Optimizer)]
 
 
-def _before_writing(before: Callable[..., None], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch has the class: then nothing is written before the closure has run."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "torch.distributed.optim.zero_"))
+
+
+def _before_writing(before: Callable[..., None], is_torchs: bool, args: Any, kwargs: Any) -> Any:
     """Calls `before` at once, or after the closure that torch's own optimizers call before writing.
 
     Runs as a step's pre-hook. Lightning trains in the closure: forward and backward belong into the
@@ -305,7 +311,7 @@ def _before_writing(before: Callable[..., None], optimizer: torch.optim.Optimize
         None, or (args, kwargs) with another closure.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
+    if closure is None or not is_torchs:
         before()
         return None
     calls = itertools.count()
