@@ -2,10 +2,10 @@
 
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/zero1.py
 
-Parameters are replicas. Optimizer state has one holder: on several nodes the daemons exchange
-parity of that state, beside training. So a lost node takes the job back to the newest protected
-step. With REFT_PROTECT=aor nodes keep copies instead, and recompute them from gradients: then
-nothing is sent, and the protected step follows closely.
+Parameters are replicas. Optimizer state has one holder: on several nodes each node keeps a copy of
+another node's, and recomputes the copy from gradients, beside training. So a lost node takes the
+job back to the newest protected step, and nothing is sent. Where recomputing does not keep up, the
+daemons send the copies, and from the next start on parity. REFT_PROTECT=aor never gives up.
 """
 
 import argparse

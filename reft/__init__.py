@@ -55,7 +55,7 @@ def attach(
             larger number is reduced to that.
         protect: how to protect state that several nodes hold: "arc" (copies), "aec" (erasure
             codes), "auto" (chooses by size), or "none" (each rank keeps only its own state, and the
-            state of a lost node is lost); "aor" is "auto", and copies the moments of torch's ZeRO.
+            state of a lost node is lost). "aor", or "auto" if it keeps up, recomputes torch's ZeRO.
         every: take a snapshot after every n-th step. None means every step. "auto" measures the
             cost of snapshots and takes them as `Config.overhead_budget` and `Config.mtbf_s` allow;
             all ranks agree on the interval while they train.

@@ -36,14 +36,15 @@ def serve(channel: socket.socket, failpoints: Failpoints) -> None:
     send_message(channel, {"ready": os.getpid()})
     while received := receive_message(channel):
         message, descriptors = received
-        began_s = time.process_time()
+        cpu_s, began_s = time.process_time(), time.monotonic()
         try:
             answer = _answer(message, descriptors, failpoints)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         with contextlib.suppress(OSError):  # the daemon has ended, and this loop ends too
-            send_message(channel, {**answer, "cpu_s": time.process_time() - began_s})
+            cost = {"cpu_s": time.process_time() - cpu_s, "took_s": time.monotonic() - began_s}
+            send_message(channel, {**answer, **cost})
 
 
 def _answer(message: ControlMessage, descriptors: Sequence[int], failpoints: Failpoints) -> ControlMessage:

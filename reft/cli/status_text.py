@@ -132,6 +132,8 @@ def exchange_lines(exchange: ExchangeView) -> list[str]:
             f"of slots beyond {SLOTS} a rank."
         )
     lines = wrapped("exchange ", text)
+    if exchange.choice:
+        lines += wrapped("chosen ", exchange.choice)
     for replay in exchange.replays[:LANES_SHOWN]:
         lines += wrapped("replay ", replay_words(replay))
     for step, lane, words in exchange.lanes[:LANES_SHOWN]:
@@ -143,13 +145,16 @@ def exchange_lines(exchange: ExchangeView) -> list[str]:
 
 def replay_words(replay: ReplayView) -> str:
     """Returns a sentence about the copies of one lane, which gradients may give."""
+    if replay.verdict and replay.reason:
+        return f"the exchange makes lane {replay.lane}. Copies are {replay.verdict}"
     if replay.reason:
         pause = f" The next attempt follows after {counted(replay.left_out, 'turn')}." if replay.left_out else ""
         log = "" if replay.log is None else f" A lost rank replays gradients up to step {replay.log}."
         return f"mode {replay.mode}: the exchange makes lane {replay.lane}: {replay.reason}{pause}{log}"
+    verdict = f" At the start: {replay.verdict}." if replay.verdict else ""
     return (
         f"mode verified: lane {replay.lane} is recomputed here, and has its owners' digests at step {replay.verified}, "
-        f"{counted(replay.lag, 'step')} behind; {counted(replay.marks, 'mark')} took {replay.cpu_s:.2f} s of a core."
+        f"{counted(replay.lag, 'step')} behind; {counted(replay.marks, 'mark')} took {replay.cpu_s:.2f} s of a core.{verdict}"
     )
 
 

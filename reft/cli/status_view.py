@@ -79,6 +79,7 @@ class ReplayView:
         cpu_s: its CPU seconds.
         left_out: turns that the exchange still makes before the next attempt.
         log: newest step that a lost rank can replay from what is here; None: there is none.
+        verdict: what auto has decided after the first turns; empty: nothing.
     """
 
     lane: int
@@ -89,6 +90,7 @@ class ReplayView:
     cpu_s: float
     left_out: int
     log: int | None = None
+    verdict: str = ""
 
     @property
     def mode(self) -> str:
@@ -106,7 +108,7 @@ class ExchangeView:
     `turn_bytes` are what this node receives in a turn, and `received_bytes` what it has so far.
     `sent_bytes` are what it sends in a turn, at most at the `pace`. `extra_slot_bytes` is memory
     for slots that a job without exchange does not take. A lane is (step, lane, why it is not
-    guarded).
+    guarded). `choice` says what auto has chosen, and why.
     """
 
     protected: int | None
@@ -123,6 +125,7 @@ class ExchangeView:
     extra_slot_bytes: int
     lanes: tuple[tuple[int, int, str], ...]
     replays: tuple[ReplayView, ...] = ()
+    choice: str = ""
 
 
 @dataclass(frozen=True)
@@ -238,10 +241,11 @@ def _exchange_view(exchange: pb.ExchangeStatus) -> ExchangeView:
         tuple(
             ReplayView(
                 each.lane, each.reason, each.verified if each.verified >= 0 else None, each.lag, each.marks, each.cpu_s,
-                each.left_out, each.log if each.log >= 0 else None,
+                each.left_out, each.log if each.log >= 0 else None, each.verdict,
             )
             for each in exchange.replays
         ),
+        exchange.choice,
     )  # fmt: skip
 
 
@@ -416,11 +420,12 @@ def _exchange_document(exchange: ExchangeView | None) -> dict[str, Any] | None:
         "parity_bytes": exchange.parity_bytes,
         "extra_slot_bytes": exchange.extra_slot_bytes,
         "unguarded_lanes": [{"step": step, "lane": lane, "reason": words} for step, lane, words in exchange.lanes],
+        "choice": exchange.choice or None,
         "replays": [
             {
                 "lane": each.lane, "mode": each.mode, "log_step": each.log, "verified_step": each.verified,
                 "lag": each.lag, "marks": each.marks, "cpu_s": _rounded(each.cpu_s), "reason": each.reason or None,
-                "left_out": each.left_out,
+                "left_out": each.left_out, "verdict": each.verdict or None,
             }
             for each in exchange.replays
         ],

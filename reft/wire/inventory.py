@@ -137,6 +137,11 @@ class JobSurvey:
         return self.storage.manifest if known is None and self.storage is not None else known
 
     @property
+    def not_recomputed(self) -> str:
+        """Returns why a node gave up recomputing copies that auto had chosen; empty: none did."""
+        return next((reply.not_recomputed for _, reply in sorted(self.replies.items()) if reply.not_recomputed), "")
+
+    @property
     def decision(self) -> Decision | None:
         """Returns the decision in force; None if there is none."""
         return self.inventory.decision

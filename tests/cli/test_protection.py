@@ -330,8 +330,19 @@ def test_the_step_that_survives_processes_and_the_one_that_survives_nodes_are_sh
         "protected_step": 40, "protected_age_s": 12.0, "turn_step": 46, "turn_age_s": 1.5, "turn_bytes": 3 << 20,
         "received_bytes": 1 << 20, "bytes_per_s": 2 << 20, "last_turn_s": 1.5, "sent_bytes": 3 << 20,
         "pace_bytes_per_s": 1 << 20, "pace_reason": "because", "parity_bytes": 5 << 20, "extra_slot_bytes": 6 << 20,
-        "unguarded_lanes": [{"step": 46, "lane": 0, "reason": "rank 2 has no slot of it."}], "replays": [],
+        "unguarded_lanes": [{"step": 46, "lane": 0, "reason": "rank 2 has no slot of it."}], "choice": None,
+        "replays": [],
     }  # fmt: skip
+
+
+def test_what_auto_has_chosen_and_judged_is_shown():
+    exchange = pb.ExchangeStatus(protected=40, turn=-1, choice="copies, because.")
+    exchange.replays.add(lane=0, verified=40, verdict="recomputed: 20 of 20 turns were verified, 0.1 CPU s a step")
+    exchange.replays.add(lane=1, verified=-1, reason="It is slow.", verdict="given up: it is slow.")
+    text = " ".join(" ".join(lines_of(exchanging(protect="aor"), whole=46, exchange=exchange)).split())
+    assert "chosen copies, because." in text
+    assert "s of a core. At the start: recomputed: 20 of 20 turns were verified" in text
+    assert "the exchange makes lane 1. Copies are given up: it is slow." in text
 
 
 def test_copies_of_what_exists_once_are_shown():
@@ -363,6 +374,7 @@ def test_copies_of_what_exists_once_are_shown():
             "cpu_s": 0.25,
             "reason": None,
             "left_out": 0,
+            "verdict": None,
         },
         {
             "lane": 1,
@@ -374,6 +386,7 @@ def test_copies_of_what_exists_once_are_shown():
             "cpu_s": 0.0,
             "reason": "mark 41 has no record.",
             "left_out": 2,
+            "verdict": None,
         },
     ]
 

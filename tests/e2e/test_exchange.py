@@ -30,6 +30,7 @@ STEPS = 60
 LATER = 16  # steps between two losses, so that a step of the new epoch is protected
 KINDS = ["turn", "snapshot", "between", "restore"]
 FSDP2, ZERO1 = Example("fsdp2", 4, 1, True, steps=STEPS), Example("zero1", 4, 1, True, steps=STEPS)
+PARITY = {"REFT_PROTECT": "aec"}  # auto keeps copies of what torch's ZeRO holds: see test_recomputed_losses.py
 each_example = pytest.mark.parametrize("example", [FSDP2, ZERO1], ids=["fsdp2", "zero1"])
 pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
 
@@ -127,7 +128,7 @@ def check(example: Example, plain: TrainingResult, *seeds: int) -> None:
         nodes.launch(
             "job", example.steps, script=["tests.support.recorded"],
             failpoints=",".join(moment.failpoint(i) for i, moment in enumerate(moments)), fails_later=len(moments) > 1,
-            arguments=["--example", example.name, "--seal-at", "3"], backend="reft",
+            arguments=["--example", example.name, "--seal-at", "3"], backend="reft", environment=PARITY,
         )  # fmt: skip
         losses = [(0.0, -1)]
         for moment in moments:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from reft.cli.demo.cluster import free_port
+from reft.core.coding.copy_choice import COPIES
+from reft.core.commit.replay_trials import JUDGED_TURNS
 from tests.support import trainers
 from tests.support.daemons import DaemonProcess, Site, until, vanish
-from tests.support.recomputed_copies import CASES, MARKS, work
+from tests.support.recomputed_copies import CASES, DRIFTING, MARKS, work
 
 WORLD = 2
 pytestmark = pytest.mark.timeout(300)  # a start of all ranks may take a minute where the cores are shared
@@ -69,3 +71,43 @@ def test_a_lost_node_comes_back_from_recomputed_copies(case, site: Site, tmp_pat
     for rank in range(WORLD):
         assert results[rank][case]["restored"] == "peers" and len(results[rank][case]["turns"]) == MARKS - 4
         assert results[rank][case]["state"] == plain[rank][case]["state"]
+
+
+def test_auto_recomputes_copies_and_judges_them(site: Site, tmp_path):
+    nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(WORLD)]
+    marks = JUDGED_TURNS + 2
+    results = finish(start(nodes, tmp_path / "run", ["adamw"], "job", 0, "auto", marks), tmp_path / "run")
+    for rank, node in enumerate(nodes):
+        first, *others = results[rank]["adamw"]["turns"]
+        assert first and others == [""] * (marks - 1), results
+        exchange = node.status("job").exchange
+        assert exchange.choice == COPIES
+        assert exchange.replays[0].verdict.startswith(
+            f"recomputed: {JUDGED_TURNS} of {JUDGED_TURNS} turns were verified"
+        )
+
+
+def test_auto_gives_up_copies_that_differ_and_remembers(site: Site, tmp_path):
+    """The owners' moments are not those of their gradients: no copy is ever recomputed.
+
+    The job goes on with copies that are sent, and records nothing more. Later it begins with
+    parity, though all daemons were restarted meanwhile.
+    """
+    nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(WORLD)]
+    end, reason = MARKS + 3, "recomputing failed again and again"
+    plain = finish(start(nodes, tmp_path / "plain", [DRIFTING], "plain", 0, "aec", end), tmp_path / "plain")
+    first = finish(start(nodes, tmp_path / "first", [DRIFTING], "job", 0, "auto"), tmp_path / "first")
+    for rank, node in enumerate(nodes):
+        assert all(first[rank][DRIFTING]["turns"]) and first[rank][DRIFTING]["records"] < MARKS, first
+        exchange = node.status("job").exchange
+        assert exchange.choice == COPIES and exchange.protected == MARKS
+        assert exchange.replays[0].verdict.startswith(f"given up: {reason}")
+        node.kill()
+        node.start()
+    again = finish(start(nodes, tmp_path / "again", [DRIFTING], "job", 0, "auto", end), tmp_path / "again")
+    for rank, node in enumerate(nodes):
+        exchange = node.status("job").exchange
+        assert exchange.choice.startswith(f"parity: copies of this job were given up: {reason}")
+        assert exchange.protected == end and not exchange.replays
+        assert again[rank][DRIFTING]["state"] == plain[rank][DRIFTING]["state"]
+        assert again[rank][DRIFTING]["restored"] and again[rank][DRIFTING]["records"] == 0

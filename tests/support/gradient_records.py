@@ -25,6 +25,7 @@ from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
 from reft.wire.record_format import GradientRecord, RecordLeaf, read_record
 from reft.wire.slot_format import Geometry, SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
 
 CHUNK = 4096
 EPOCH = Epoch(3, b"3" * 16)
@@ -78,7 +79,7 @@ class RecordingRank:
         self.placement = place(division, range(2), "auto", 1, CHUNK, 4)
         self.plan = plan_records(self.placement, 0, [1], self.tracked)
         self.reporter: Any = SimpleNamespace(
-            pins=Pins(), is_stale=False, facts=SimpleNamespace(epoch=epoch, rank=0, job="job")
+            pins=Pins(), is_stale=False, reply=pb.ReportReply(), facts=SimpleNamespace(epoch=epoch, rank=0, job="job")
         )
         self.slots = slots or record_slots_of(count, self.plan.layout.data_bytes)
         self.copy = copy or HostRecordCopy()

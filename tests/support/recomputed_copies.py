@@ -1,4 +1,4 @@
-"""Trains torch's ZeRO under protect="aor", and waits until each step is protected."""
+"""Trains torch's ZeRO, whose moments nodes copy, and waits until each step is protected."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
     "sgd": {"kind": torch.optim.SGD, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
 }
 
+DRIFTING = "drifting"  # a case whose owner does what no replay repeats
+
 
 def work(
     rank: int, world: int, port: int, daemon: str, out: str, cases: Sequence[str] = tuple(CASES), job: str = "",
-    pause: int = 0, held_from: int = MARKS + 1, failpoints: str = "",
+    pause: int = 0, held_from: int = 1 << 30, failpoints: str = "", protect: str = "aor", marks: int = MARKS,
 ) -> None:  # fmt: skip
     """Runs cases in one process of the group, and writes how each turn was made.
 
@@ -47,6 +49,8 @@ def work(
         pause: stands still for ever once this step is protected.
         held_from: the first step that the test's daemons don't protect; such steps become whole.
         failpoints: of this process.
+        protect: how the moments are protected.
+        marks: number of steps to train.
     """
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), REFT_DAEMON=daemon)
     os.environ.update(REFT_FAILPOINTS=failpoints, RANK=str(rank), WORLD_SIZE=str(world))
@@ -59,7 +63,7 @@ def work(
         dist.init_process_group("gloo")
         for name in cases:
             paused = Path(out, f"{rank}.paused") if pause else None
-            results[name] = train(job or name, pause, paused, held_from, **CASES[name])
+            results[name] = train(name, job or name, pause, paused, protect, marks, held_from)
         dist.destroy_process_group()
     except BaseException:
         results["error"] = traceback.format_exc()
@@ -67,18 +71,23 @@ def work(
 
 
 def train(
-    name: str, pause: int, paused: Path | None, held_from: int, kind: type, **values: Any
-) -> dict[str, Any]:  # fmt: skip
+    case: str, name: str, pause: int, paused: Path | None, protect: str, marks: int, held_from: int
+) -> dict[str, Any]:
     """Returns how each turn was made on this node, and a digest of the last state."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     ddp = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), kind, lr=1e-3, **values)
+    values = CASES.get(case, CASES["adamw"])
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), values["kind"], lr=1e-3, **{k: v for k, v in values.items() if k != "kind"}
+    )
+    if case == DRIFTING:
+        optimizer.optim.register_step_post_hook(drift)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     turns = []
-    with reft.attach(ddp, optimizer, state={"scheduler": scheduler}, job=name, protect="aor") as session:
+    with reft.attach(ddp, optimizer, state={"scheduler": scheduler}, job=name, protect=protect) as session:
         first = session.step
-        for step in session.steps(MARKS):
+        for step in session.steps(marks):
             if step >= held_from:
                 await_whole(session, step)
             elif step > first:
@@ -92,19 +101,27 @@ def train(
             nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
-        turns.append(await_protected(name, MARKS))
-        restored = session.restored_from
+        turns.append(await_protected(name, marks))
+        restored, stats = session.restored_from, session.stats()
     state = [*model.parameters(), *(each for held in optimizer.optim.state.values() for each in held.values())]
     digest = xxhash.xxh3_128()
     for tensor in state:
         digest.update(tensor.detach().numpy().tobytes())
-    return {"turns": turns, "restored": restored, "first": first, "state": digest.hexdigest()}
+    return {
+        "turns": turns, "restored": restored, "first": first, "state": digest.hexdigest(), "records": stats["records"],
+    }  # fmt: skip
 
 
 def await_whole(session: reft.Session, step: int) -> None:
     """Waits until a step is whole, and its record is sealed."""
     assert session.seal()
     until(lambda: session.stats()["recorded_mark"] == step, 100, f"the record of mark {step}")
+
+
+def drift(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Changes the moments after each step."""
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(1.5)
 
 
 def await_protected(job: str, step: int) -> str:
@@ -116,5 +133,5 @@ def await_protected(job: str, step: int) -> str:
             found = stub.Status(pb.StatusRequest(job=job), timeout=20).jobs[0].exchange
             return found if found.protected >= step else None
 
-        (replay,) = until(exchange, 100, f"protected({step})").replays
-        return replay.reason
+        replays = until(exchange, 100, f"protected({step})").replays
+        return replays[0].reason if replays else "the lanes have parity."

@@ -364,6 +364,11 @@ class Arena:
         if reason:
             raise NoRoom(reason)
 
+    def room_bytes(self) -> int:
+        """Returns how many bytes new slots may take now."""
+        bounds = limits.limits(self.budget_bytes, self.held_bytes, spare_bytes=self.pool.bytes)
+        return max(min(bound.free_bytes for bound in bounds), 0)
+
     def _limits_of_spare(self) -> list[MemoryLimit]:
         return limits.limits(self.budget_bytes, self.held_bytes + self.pool.bytes)
 

@@ -164,6 +164,7 @@ def next_record(record: pb.JobRecord, request: pb.DecideRequest, holders: Iterab
         guard_manifest=guard_manifest(record, request, decision),
         holders=holders,
         dropped=request.dropped,
+        not_recomputed=record.not_recomputed,
     )
 
 

@@ -26,6 +26,11 @@ def recording_ranks(job: JobRecord) -> set[int]:
     return {rank for lane in job.guard_lanes if lane.is_copies for rank in lane.members} & set(job.ranks)
 
 
+def given_up(job: JobRecord) -> str:
+    """Returns why copies that auto has chosen are not recomputed any more; empty: they may be."""
+    return job.record.not_recomputed if job.record.manifest.choice else ""
+
+
 async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
     """Returns the record slots of a rank; makes those that are missing.
 

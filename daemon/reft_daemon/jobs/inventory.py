@@ -15,6 +15,7 @@ def fill_inventory(reply: pb.InventoryReply, job: JobRecord) -> None:
     reply.capsules.extend(job.capsule_replication.store.headers())
     reply.had_whole = job.record.had_whole
     reply.trained_s, reply.failed, reply.reached = job.trained_s, job.has_failed, job.reached
+    reply.not_recomputed = job.record.not_recomputed
     if job.restores is not None:
         reply.restores.CopyFrom(job.restores)
     reply.troubles.extend(

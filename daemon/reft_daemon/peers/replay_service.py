@@ -6,6 +6,10 @@
                              the reason is noted, and the mover makes the lane
 
 Each failure costs bytes on the wire, and never a copy. The mover's copies are the next base.
+
+Where protect="auto" has chosen copies, the first turns decide whether they go on to be recomputed
+(core/commit/replay_trials.py). If not, the mover makes all further turns, the ranks of this node
+record nothing more, and the job's record has the reason: a later attach chooses parity.
 """
 
 from __future__ import annotations
@@ -16,15 +20,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from reft.core.commit.replay_trials import ReplayTrials
+from reft.core.commit.replay_trials import ReplayMeter, ReplayTrials
 from reft.core.commit.version import Epoch, Version
 from reft.errors import ReftError
 from reft.wire.replay_sections import OwnerFacts
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile
-from reft_daemon.jobs import parity
+from reft_daemon.jobs import gradient_records, parity
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
+from reft_daemon.jobs.persistence import save_or_log
 from reft_daemon.peers.replay_order import (
     LateRecord,
     ReplayInputs,
@@ -33,7 +38,7 @@ from reft_daemon.peers.replay_order import (
     replay_order,
     replayable_step,
 )
-from reft_daemon.peers.replayer import Replayer, ReplayFailed
+from reft_daemon.peers.replayer import ReplayCost, Replayer, ReplayFailed
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S: Final = 30.0  # and the time at BYTES_PER_S
@@ -52,6 +57,8 @@ class LaneReplay:
         marks: records that the last replay folded.
         cpu_s: CPU seconds of the last replay.
         reason: why the exchange made the last turn; empty: it did not.
+        meter: of its first turns, where auto has chosen copies.
+        verdict: what these turns have decided; empty: nothing yet.
         tried: the version of the last turn that was considered; a turn that is begun anew is not.
         owners: epoch and what its manifest says of the copied ranks.
     """
@@ -62,6 +69,8 @@ class LaneReplay:
     cpu_s: float = 0.0
     reason: str = "no turn has ended yet."
     tried: Version | None = None
+    meter: ReplayMeter = field(default_factory=ReplayMeter)
+    verdict: str = ""
     owners: tuple[Epoch, list[OwnerFacts]] | None = None
 
     def lag(self, whole: int) -> int:
@@ -88,14 +97,18 @@ class ReplayService:
         if not local.lane.is_copies:
             return False
         lane = self._lanes.setdefault(job.id, {}).setdefault(local.number, LaneReplay())
+        if words := gradient_records.given_up(job):
+            lane.reason, lane.verdict = words, f"given up: {words}"
+            return False
         if version == lane.tried:
             return False
+        is_first = lane.tried is None or lane.tried.epoch != version.epoch
         lane.tried = version
         if lane.trials.left_out:
             lane.trials = lane.trials.skip()
             return False
         try:
-            await self._replay(job, local, version, slot, lane)
+            cost = await self._replay(job, local, version, slot, lane)
         except ReplayFailed as error:
             if error.counts:
                 lane.trials = lane.trials.fail()
@@ -103,8 +116,13 @@ class ReplayService:
         except (ReftError, OSError) as error:
             self._note(job, local, version, lane, error.message if isinstance(error, ReftError) else str(error))
         else:
-            lane.trials, lane.verified = lane.trials.succeed(), version.step
+            lane.trials, lane.verified, lane.cpu_s = lane.trials.succeed(), version.step, cost.cpu_s
             self._note(job, local, version, lane, "")
+            lane.meter = lane.meter.replayed(version.step, time.monotonic(), lane.marks, *cost)
+        if lane.reason and not is_first:  # the first turn of an epoch has no copies at hand
+            lane.meter = lane.meter.exchanged(version.step, time.monotonic())
+        if job.record.manifest.choice and not lane.verdict:
+            self._judge(job, local, lane)
         return not lane.reason
 
     def status(self, job: JobRecord, whole: int) -> list[pb.ReplayStatus]:
@@ -118,7 +136,7 @@ class ReplayService:
         return [
             pb.ReplayStatus(
                 lane=number, reason=lane.reason, verified=lane.verified, lag=lane.lag(whole),
-                marks=lane.marks, cpu_s=lane.cpu_s, left_out=lane.trials.left_out,
+                marks=lane.marks, cpu_s=lane.cpu_s, left_out=lane.trials.left_out, verdict=lane.verdict,
                 log=steps.get(number, -1),
             )
             for number, lane in sorted(self._lanes.get(job.id, {}).items())
@@ -135,7 +153,7 @@ class ReplayService:
 
     async def _replay(
         self, job: JobRecord, local: LocalLane, version: Version, slot: SlotFile, lane: LaneReplay
-    ) -> None:
+    ) -> ReplayCost:
         inputs = await _inputs(job, local, version)
         manifest = job.record.manifest
         # Layouts of many leaves take a while, and rounds must go on.
@@ -147,8 +165,23 @@ class ReplayService:
         nbytes = sum(section.nbytes for section in order.sections)
         deadline_s = DEADLINE_S + (1 + inputs.marks) * nbytes / BYTES_PER_S
         slots = [inputs.copies, slot, *inputs.records]
-        lane.cpu_s = await self._replayer.replay(order, slots, deadline_s)
+        cost = await self._replayer.replay(order, slots, deadline_s)
         lane.marks = inputs.marks
+        return cost
+
+    def _judge(self, job: JobRecord, local: LocalLane, lane: LaneReplay) -> None:
+        """Decides whether copies that auto has chosen go on to be recomputed."""
+        if lane.trials.left_out:
+            refusal = f"recomputing failed again and again: {lane.reason}"
+        elif lane.meter.is_over:
+            refusal = lane.meter.refusal
+        else:
+            return
+        lane.verdict = f"given up: {refusal}" if refusal else lane.meter.verdict
+        log.info("job=%s lane=%d %s", job.id, local.number, lane.verdict)
+        if refusal:
+            job.record.not_recomputed = refusal
+            save_or_log(job)
 
     def _note(self, job: JobRecord, local: LocalLane, version: Version, lane: LaneReplay, reason: str) -> None:
         """Remembers why the exchange makes a lane; logs it when it changes."""

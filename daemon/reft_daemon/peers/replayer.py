@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from reft.errors import ReftError
 from reft.wire.v1 import replay_pb2
@@ -37,6 +37,13 @@ class ReplayFailed(ReftError):
         self.counts = counts
 
 
+class ReplayCost(NamedTuple):
+    """What a replay took: CPU seconds, and seconds."""
+
+    cpu_s: float
+    took_s: float
+
+
 class Replayer:
     """The replayer of this daemon; it runs from the first order on.
 
@@ -53,8 +60,8 @@ class Replayer:
         """The pid of the process; 0: it does not run."""
         return self._child.running.process.pid if self._child.running is not None else 0
 
-    async def replay(self, order: replay_pb2.ReplayOrder, slots: Sequence[SlotFile], deadline_s: float) -> float:
-        """Carries out an order; returns the CPU seconds that it took.
+    async def replay(self, order: replay_pb2.ReplayOrder, slots: Sequence[SlotFile], deadline_s: float) -> ReplayCost:
+        """Carries out an order; returns what it took, without the start of the process.
 
         Args:
             order: what is made.
@@ -79,7 +86,7 @@ class Replayer:
                 raise
         if "error" in answer:
             raise ReplayFailed(answer["error"], answer.get("differs", False))
-        return float(answer["cpu_s"])
+        return ReplayCost(float(answer["cpu_s"]), float(answer["took_s"]))
 
     async def close(self) -> None:
         """Ends the process, once no order is under way."""

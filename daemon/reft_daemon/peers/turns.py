@@ -238,6 +238,7 @@ class TurnService:
         for lane in sorted(job.round.guard.report(pins).lanes):
             status.lanes.add(step=lane.step, lane=lane.lane, words=lane.words)
         status.replays.extend(self._replays.status(job, pins.whole))
+        status.choice = job.record.manifest.choice
         return status
 
     async def close(self) -> None:

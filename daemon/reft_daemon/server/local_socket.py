@@ -51,7 +51,7 @@ from reft.wire.process import stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
-from reft_daemon.jobs import rounds, trainers
+from reft_daemon.jobs import gradient_records, rounds, trainers
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.registry import Registry, UnknownJob
 
@@ -369,6 +369,7 @@ def _report_reply(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply
         until=outcome.until, open=outcome.open, mismatched=outcome.mismatched,
         slots_missing=not has_slots, every=outcome.interval.every, interval_start=outcome.interval.start,
         layout=messages.layout_outcome_to(outcome.layout), pins=messages.pins_to(outcome.pins),
+        records_over=bool(gradient_records.given_up(job)),
     )  # fmt: skip
 
 

@@ -169,10 +169,12 @@ class DaemonService(pb_grpc.DaemonServicer):
         )
         job = self._registry.jobs.get(request.job)
         if job is None:
+            reply.room_bytes = self._registry.arena.room_bytes()
             return reply
         if request.end_orphans:
             await trainers.end_orphans(job, request.launch, request.pids)
             await self._registry.turns.hold(job)
+        reply.room_bytes = self._registry.arena.room_bytes() + job.held_bytes
         fill_inventory(reply, job)
         clear_known_manifests(reply, request.known)
         return reply

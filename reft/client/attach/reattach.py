@@ -43,6 +43,7 @@ import xxhash
 
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.begin import make_snapshotter
+from reft.client.attach.copy_choice import choose
 from reft.client.attach.introduce import Introduction, LocalState, describe, introduce_state
 from reft.client.attach.inventory import Erasure, take_inventory
 from reft.client.attach.plan import AttachPlan, decide_request, make_plan, manifest_of_base, recover
@@ -217,15 +218,15 @@ def reattach(
     context = replace(context, failpoints=Failpoints(context.settings.failpoints))
     introduction = introduce_state(context, lambda: state_of(snapshots), None)
     description = describe(context, introduction)
-    names = layouts_of(description.manifest)[0].names
-    now = find_mismatched(context, snapshots, names, is_closing)
+    now = find_mismatched(context, snapshots, layouts_of(description.manifest)[0].names, is_closing)
 
     def plan_layout() -> AttachPlan:
         survey = take_inventory(context, introduction, ends_orphans=False)
         # The versions that are given up were never whole.
         recovery = recover(introduction.job.id, survey, given_up(survey, whole), not survey.inventory.had_whole)
         mismatched = all_mismatched(now, known_mismatched, manifest_of_base(survey, recovery))
-        return make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(0))
+        chosen = choose(context, introduction, description, survey, mismatched)
+        return make_plan(chosen, survey, recovery, mismatched, introduction.ranks.secrets.ident(0))
 
     try:
         whole = hold(context, introduction, snapshots)

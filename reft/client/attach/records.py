@@ -19,6 +19,8 @@ from reft.client.records.record_copy import DeviceRecordCopy, HostRecordCopy, Re
 from reft.client.records.record_plan import RecordPlan, plan_records
 from reft.client.records.record_writer import RecordWriter
 from reft.client.records.recorder import GradientRecorder
+from reft.client.state.tracked_objects import TrackedObjects
+from reft.core.coding.placement import Placement
 from reft.core.commit.gradient_records import record_slots
 from reft.core.commit.version import Version
 from reft.errors import ReftError, UnsupportedState, message, remedy
@@ -70,22 +72,32 @@ def lease_records_alone(
 def _lease(
     context: AttachContext, introduction: Introduction, plan: AttachPlan, leases: SlotLeases
 ) -> RecordMemory | None:
-    place = plan.placement.guard_lane_of(context.rank)
-    if place is None:
-        return None
-    lane = plan.placement.guard_lanes[place[0]]
-    owners = [lane.members[member] for member in lane.copied_members(place[1])]
     try:
-        record_plan = plan_records(plan.placement, context.rank, owners, introduction.state.tracked)
+        record_plan = plan_of(plan.placement, context.rank, introduction.state.tracked)
     except UnsupportedState as error:  # only in a job that goes on: a fresh start refuses such state
         log.warning("rank %d records no gradients, and turns exchange copies: %s", context.rank, message(error))
         return None
-    if not record_plan.layout.items:
+    if record_plan is None:
         return None
     slots = leases.lease_records(record_slots(context.request.every), record_plan.layout.data_bytes)
     records = [record for way in plan.recovery.replays.values() for record in way.records]
     replayed = frozenset(each.version for each in records if each.rank == context.rank and each.version)
     return RecordMemory(record_plan, slots, replayed)
+
+
+def plan_of(placement: Placement, rank: int, tracked: TrackedObjects) -> RecordPlan | None:
+    """Returns what a rank records; None if that is nothing.
+
+    Raises:
+        UnsupportedState: see `plan_records`.
+    """
+    place = placement.guard_lane_of(rank)
+    if place is None:
+        return None
+    lane = placement.guard_lanes[place[0]]
+    owners = [lane.members[member] for member in lane.copied_members(place[1])]
+    record_plan = plan_records(placement, rank, owners, tracked)
+    return record_plan if record_plan.layout.items else None
 
 
 def make_recorder(

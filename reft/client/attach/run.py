@@ -14,6 +14,7 @@
     plan        the same pure functions on every rank: base version and readers, or a fresh start;
                 the new placement
     compare     a fresh start, before the placement: all ranks find mismatched leaves
+    choose      with protect="auto", before the placement: copies or parity of state of one rank
     decide      one rank a node: store the decision, before any rank loads
     open, load  every rank: register as trainer, slots ─► live tensors
                 (after a damaged slot: back to inventory, without that slot)
@@ -40,6 +41,7 @@ from dataclasses import dataclass
 from reft.client.attach import stage_names
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.begin import begin
+from reft.client.attach.copy_choice import choose
 from reft.client.attach.introduce import Description, Introduction, compare, describe, introduce
 from reft.client.attach.inventory import take_inventory
 from reft.client.attach.local_state import RestoreMemory
@@ -156,6 +158,7 @@ def plan_restore(
         memory.make(introduction.state)
     base = manifest_of_base(survey, recovery)
     mismatched = compare(context, introduction, description) if base is None else base.mismatched
+    description = choose(context, introduction, description, survey, mismatched)
     plan = make_plan(description, survey, recovery, mismatched, introduction.ranks.secrets.ident(attempt.number))
     if plan.base is None:
         refuse_few_slots(plan.placement)

@@ -72,8 +72,8 @@ class Reporter:
 
     Attributes:
         news: the number of replies and of calls of `wake`.
+        reply: the newest reply. Who gives back missing slots sets `slots_missing` to False.
         error: why the last report failed; None if it was answered.
-        slots_missing: whether the daemon has lost slots of this rank.
         requested_every: requested snapshot interval, sent with each report; see
             `reft.core.commit.snapshot_interval`.
         layout_report: what this rank reports on layouts, sent with each report; see
@@ -93,7 +93,7 @@ class Reporter:
         self._trouble = ""
         self._outcome = Outcome()
         self.error: ReftError | None = None
-        self.slots_missing = False
+        self.reply = pb.ReportReply()
         self.requested_every = 0
         self.layout_report = LayoutReport()
 
@@ -227,7 +227,7 @@ class Reporter:
         if self.error is not None and not self.is_stale:
             log.warning("the daemon answers again: snapshots go on.")
             self.error = None
-        self.slots_missing = reply.slots_missing
+        self.reply = reply
         self._outcome = self._outcome.merge(messages.outcome_from(reply))
         self._undecided.settle(self._outcome)
 
@@ -257,7 +257,7 @@ class Reporter:
         """
         end = time.monotonic() + deadline_s
         with self._changed:
-            while not (self._outcome.decides(step) or self.is_stale or self.slots_missing):
+            while not (self._outcome.decides(step) or self.is_stale or self.reply.slots_missing):
                 if (left := end - time.monotonic()) <= 0:
                     break
                 # Not at once: the daemon replies immediately until this rank has answered the step.

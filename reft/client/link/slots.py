@@ -74,7 +74,7 @@ class SlotLeases:
         Raises:
             NoRoom: the slots don't fit into memory.
         """
-        return self._lease(align(data_bytes + SPARE_DATA, PAGE), align(table_bytes + SPARE_TABLE, PAGE), [])
+        return self._lease(*_capacities(data_bytes, table_bytes), [])
 
     def lease_further(self, mapped: Sequence[MappedSlot]) -> list[MappedSlot]:
         """Returns the slots that are missing beside the mapped ones, as large as these.
@@ -198,6 +198,15 @@ class SlotLeases:
     def _rpc(self, method: str, request: object, nbytes: int) -> Any:
         deadline_s = self.settings.attach_deadline_s + nbytes / ALLOCATION_BYTES_PER_S
         return rpc.call(self.address, method, request, deadline_s)
+
+
+def _capacities(data_bytes: int, table_bytes: int) -> tuple[int, int]:
+    return align(data_bytes + SPARE_DATA, PAGE), align(table_bytes + SPARE_TABLE, PAGE)
+
+
+def slot_bytes(data_bytes: int, table_bytes: int) -> int:
+    """Returns about how many bytes a slot takes that `SlotLeases.lease` asks for."""
+    return sum(_capacities(data_bytes, table_bytes))
 
 
 log = logging.getLogger("reft")

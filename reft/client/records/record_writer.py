@@ -126,6 +126,11 @@ class RecordWriter:
         self._trouble_log = TroubleLog()
         self._thread = TaskThread("reft-records", cpu)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no turn folds records any more: none need be written."""
+        return self._reporter.reply.records_over
+
     def add(self, update: GradientUpdate) -> None:
         """Copies the gradients of a step into the record of its mark."""
         self._thread.submit(lambda: self._add(update))

@@ -64,7 +64,9 @@ class GradientRecorder:
             index: of the optimizer among those passed to attach.
         """
         with self._lock:
-            if self._gap or self._is_held or self._mark is None or index not in self._plan.layout.parts:
+            if self._gap or self._is_held or self._mark is None or self._writer.is_over:
+                return
+            if index not in self._plan.layout.parts:
                 return
             try:
                 self._check_writer(index)
@@ -84,7 +86,7 @@ class GradientRecorder:
             gap, updated, before = self._gap, frozenset(self._updated), self._mark
             self._mark, self._gap = mark, ""
             self._updated.clear()
-            if self._is_held or before is None:
+            if self._is_held or before is None or self._writer.is_over:
                 return
             if mark != before + 1:
                 gap = f"mark {mark} follows mark {before}."

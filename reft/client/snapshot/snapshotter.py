@@ -122,8 +122,8 @@ class Snapshotter:
         """Starts the copy; returns why it can't, or an empty string."""
         if self.reporter.is_stale:
             return str(self.reporter.error)
-        if self.reporter.slots_missing:
-            self.reporter.slots_missing = False
+        if self.reporter.reply.slots_missing:
+            self.reporter.reply.slots_missing = False
             self.thread.give_back()
         if self.round.is_discarded(task.step):
             return f"steps up to {self.round.discarded_until} were counted by calls of the optimizer."
@@ -208,8 +208,8 @@ class Snapshotter:
             return False
         end = time.monotonic() + deadline_s
         is_whole = self.reporter.wait(step, deadline_s)
-        while self.reporter.slots_missing and time.monotonic() < end:
-            self.reporter.slots_missing = False
+        while self.reporter.reply.slots_missing and time.monotonic() < end:
+            self.reporter.reply.slots_missing = False
             self.thread.give_back_now()
             is_whole = self.reporter.wait(step, max(end - time.monotonic(), 0))
         return is_whole

@@ -4,11 +4,17 @@ recompute ── differs, FAILURES_MAX times in a row ──► 1, 2, 4, … tur
     ▲ │                                                  │
     │ └─ equal: forgets the failures                     ▼
     └──────────────────────────────────────── one more attempt; differs: twice as many turns
+
+Under protect="auto" nobody has asked for copies. There a `ReplayMeter` counts the first turns. The
+lane is left to the exchange for good if it fails FAILURES_MAX times in a row, if too few of these
+turns are recomputed, or if a replay needs more than a core or more time than there is between two
+whole steps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 FAILURES_MAX = 3  # in a row, before turns are left to the exchange
 LEFT_OUT_MAX = 64  # turns
@@ -39,3 +45,73 @@ class ReplayTrials:
     def succeed(self) -> ReplayTrials:
         """Returns the trials after an attempt that gave the owners' bytes."""
         return ReplayTrials()
+
+
+JUDGED_TURNS = 20
+RECOMPUTED_MIN = 15  # of them
+
+
+@dataclass(frozen=True)
+class ReplayMeter:
+    """How many of a lane's first turns were recomputed, and what that took.
+
+    Under protect="auto" they decide whether the lane goes on to be recomputed.
+
+    Attributes:
+        turns: turns that were counted.
+        costs: of each turn that was recomputed: CPU seconds and seconds a mark.
+        began: step and time at the end of the first turn.
+        ended: step and time at the end of the newest turn.
+    """
+
+    turns: int = 0
+    costs: tuple[tuple[float, float], ...] = ()
+    began: tuple[int, float] = (-1, 0.0)
+    ended: tuple[int, float] = (-1, 0.0)
+
+    def exchanged(self, step: int, now_s: float) -> ReplayMeter:
+        """Returns the meter after a turn that the exchange makes."""
+        began = self.began if self.turns else (step, now_s)
+        return replace(self, turns=self.turns + 1, began=began, ended=(step, now_s))
+
+    def replayed(self, step: int, now_s: float, marks: int, cpu_s: float, took_s: float) -> ReplayMeter:
+        """Returns the meter after a turn that was recomputed.
+
+        Args:
+            step: the step of the turn.
+            now_s: when the turn ended.
+            marks: records that were folded.
+            cpu_s: CPU seconds of the replay.
+            took_s: seconds of the replay.
+        """
+        return replace(self.exchanged(step, now_s), costs=(*self.costs, (cpu_s / marks, took_s / marks)))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the lane can be judged."""
+        return self.turns >= JUDGED_TURNS
+
+    @property
+    def refusal(self) -> str:
+        """Why the lane should not be recomputed any more; empty: it should."""
+        if len(self.costs) < RECOMPUTED_MIN:
+            return f"{len(self.costs)} of {self.turns} turns could be recomputed; at least {RECOMPUTED_MIN} should be."
+        (began, began_s), (ended, ended_s) = self.began, self.ended
+        step_s = (ended_s - began_s) / max(ended - began, 1)
+        cpu_s, took_s = self._cost
+        if cpu_s > step_s:
+            return f"a step takes {step_s:.3g} s, and to recompute one takes {cpu_s:.3g} CPU seconds: more than a core has."
+        if took_s > step_s:
+            return f"a step takes {step_s:.3g} s, and to recompute one takes {took_s:.3g} s."
+        return ""
+
+    @property
+    def verdict(self) -> str:
+        """What is said of a lane that goes on to be recomputed."""
+        return f"recomputed: {len(self.costs)} of {self.turns} turns were verified, {self._cost[0]:.2g} CPU s a step"
+
+    @property
+    def _cost(self) -> tuple[float, float]:
+        """CPU seconds and seconds of a typical mark. The first replay loads parts of torch."""
+        cpu_s, took_s = (median(each) for each in zip(*self.costs, strict=True))
+        return cpu_s, took_s

@@ -85,7 +85,7 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "mismatched", "tables", "layouts", "packed_tables", "trained_s", "failures", "slots", "lineage")
+    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "mismatched", "tables", "layouts", "packed_tables", "trained_s", "failures", "slots", "lineage", "choice")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class Manifest(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     token: bytes
@@ -126,7 +127,8 @@ class Manifest(_message.Message):
     failures: int
     slots: int
     lineage: str
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., packed_tables: _Optional[_Iterable[bytes]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ..., slots: _Optional[int] = ..., lineage: _Optional[str] = ...) -> None: ...
+    choice: str
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., packed_tables: _Optional[_Iterable[bytes]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ..., slots: _Optional[int] = ..., lineage: _Optional[str] = ..., choice: _Optional[str] = ...) -> None: ...
 
 class RankLayout(_message.Message):
     __slots__ = ("table", "cuts", "digest")
@@ -293,7 +295,7 @@ class OtherJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class InventoryReply(_message.Message):
-    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "troubles", "restores", "reached", "known", "guard_manifest", "records")
+    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed", "troubles", "restores", "reached", "known", "guard_manifest", "records", "not_recomputed", "room_bytes")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +313,8 @@ class InventoryReply(_message.Message):
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
+    NOT_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    ROOM_BYTES_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
@@ -328,7 +332,9 @@ class InventoryReply(_message.Message):
     known: _containers.RepeatedCompositeFieldContainer[KnownStep]
     guard_manifest: Manifest
     records: _containers.RepeatedCompositeFieldContainer[SlotHeader]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., troubles: _Optional[_Iterable[str]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownStep, _Mapping]]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., records: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ...) -> None: ...
+    not_recomputed: str
+    room_bytes: int
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ..., troubles: _Optional[_Iterable[str]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., reached: _Optional[int] = ..., known: _Optional[_Iterable[_Union[KnownStep, _Mapping]]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., records: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., not_recomputed: _Optional[str] = ..., room_bytes: _Optional[int] = ...) -> None: ...
 
 class KnownStep(_message.Message):
     __slots__ = ("step", "source")
@@ -625,7 +631,7 @@ class ReportRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., requested_every: _Optional[int] = ..., layout: _Optional[_Union[LayoutReport, _Mapping]] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("until", "open", "slots_missing", "mismatched", "every", "interval_start", "layout", "pins")
+    __slots__ = ("until", "open", "slots_missing", "mismatched", "every", "interval_start", "layout", "pins", "records_over")
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     SLOTS_MISSING_FIELD_NUMBER: _ClassVar[int]
@@ -634,6 +640,7 @@ class ReportReply(_message.Message):
     INTERVAL_START_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_OVER_FIELD_NUMBER: _ClassVar[int]
     until: int
     open: _containers.RepeatedScalarFieldContainer[int]
     slots_missing: bool
@@ -642,7 +649,8 @@ class ReportReply(_message.Message):
     interval_start: int
     layout: LayoutOutcome
     pins: Pins
-    def __init__(self, until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
+    records_over: bool
+    def __init__(self, until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., records_over: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank", "refused", "pid")
@@ -927,7 +935,7 @@ class StorageStatus(_message.Message):
     def __init__(self, persisted: _Optional[int] = ..., age_s: _Optional[float] = ..., nbytes: _Optional[int] = ..., took_s: _Optional[float] = ..., step: _Optional[int] = ..., since_s: _Optional[float] = ..., written_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., every_s: _Optional[float] = ...) -> None: ...
 
 class ExchangeStatus(_message.Message):
-    __slots__ = ("protected", "protected_age_s", "turn", "turn_age_s", "turn_bytes", "received_bytes", "bytes_per_s", "lanes", "last_turn_s", "sent_bytes", "pace_bytes_per_s", "pace_reason", "parity_bytes", "extra_slot_bytes", "replays")
+    __slots__ = ("protected", "protected_age_s", "turn", "turn_age_s", "turn_bytes", "received_bytes", "bytes_per_s", "lanes", "last_turn_s", "sent_bytes", "pace_bytes_per_s", "pace_reason", "parity_bytes", "extra_slot_bytes", "replays", "choice")
     PROTECTED_FIELD_NUMBER: _ClassVar[int]
     PROTECTED_AGE_S_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
@@ -943,6 +951,7 @@ class ExchangeStatus(_message.Message):
     PARITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXTRA_SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     REPLAYS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     protected: int
     protected_age_s: float
     turn: int
@@ -958,10 +967,11 @@ class ExchangeStatus(_message.Message):
     parity_bytes: int
     extra_slot_bytes: int
     replays: _containers.RepeatedCompositeFieldContainer[ReplayStatus]
-    def __init__(self, protected: _Optional[int] = ..., protected_age_s: _Optional[float] = ..., turn: _Optional[int] = ..., turn_age_s: _Optional[float] = ..., turn_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ..., last_turn_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., pace_bytes_per_s: _Optional[int] = ..., pace_reason: _Optional[str] = ..., parity_bytes: _Optional[int] = ..., extra_slot_bytes: _Optional[int] = ..., replays: _Optional[_Iterable[_Union[ReplayStatus, _Mapping]]] = ...) -> None: ...
+    choice: str
+    def __init__(self, protected: _Optional[int] = ..., protected_age_s: _Optional[float] = ..., turn: _Optional[int] = ..., turn_age_s: _Optional[float] = ..., turn_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., lanes: _Optional[_Iterable[_Union[UnguardedLane, _Mapping]]] = ..., last_turn_s: _Optional[float] = ..., sent_bytes: _Optional[int] = ..., pace_bytes_per_s: _Optional[int] = ..., pace_reason: _Optional[str] = ..., parity_bytes: _Optional[int] = ..., extra_slot_bytes: _Optional[int] = ..., replays: _Optional[_Iterable[_Union[ReplayStatus, _Mapping]]] = ..., choice: _Optional[str] = ...) -> None: ...
 
 class ReplayStatus(_message.Message):
-    __slots__ = ("lane", "reason", "verified", "lag", "marks", "cpu_s", "left_out", "log")
+    __slots__ = ("lane", "reason", "verified", "lag", "marks", "cpu_s", "left_out", "log", "verdict")
     LANE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
@@ -970,6 +980,7 @@ class ReplayStatus(_message.Message):
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
     lane: int
     reason: str
     verified: int
@@ -978,7 +989,8 @@ class ReplayStatus(_message.Message):
     cpu_s: float
     left_out: int
     log: int
-    def __init__(self, lane: _Optional[int] = ..., reason: _Optional[str] = ..., verified: _Optional[int] = ..., lag: _Optional[int] = ..., marks: _Optional[int] = ..., cpu_s: _Optional[float] = ..., left_out: _Optional[int] = ..., log: _Optional[int] = ...) -> None: ...
+    verdict: str
+    def __init__(self, lane: _Optional[int] = ..., reason: _Optional[str] = ..., verified: _Optional[int] = ..., lag: _Optional[int] = ..., marks: _Optional[int] = ..., cpu_s: _Optional[float] = ..., left_out: _Optional[int] = ..., log: _Optional[int] = ..., verdict: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots", "repaired_slots")
@@ -1349,7 +1361,7 @@ class LeaseRecord(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., closed: bool = ...) -> None: ...
 
 class JobRecord(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole", "base_manifest", "holders", "dropped", "before", "restores", "pins", "guard_manifest")
+    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole", "base_manifest", "holders", "dropped", "before", "restores", "pins", "guard_manifest", "not_recomputed")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -1362,6 +1374,7 @@ class JobRecord(_message.Message):
     RESTORES_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    NOT_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
@@ -1374,7 +1387,8 @@ class JobRecord(_message.Message):
     restores: RestoreCount
     pins: Pins
     guard_manifest: Manifest
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., holders: _Optional[_Iterable[int]] = ..., dropped: _Optional[_Iterable[str]] = ..., before: _Optional[_Union[JobRecord, _Mapping]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+    not_recomputed: str
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., holders: _Optional[_Iterable[int]] = ..., dropped: _Optional[_Iterable[str]] = ..., before: _Optional[_Union[JobRecord, _Mapping]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., not_recomputed: _Optional[str] = ...) -> None: ...
 
 class PinsRecord(_message.Message):
     __slots__ = ("epoch", "pins")

@@ -303,6 +303,19 @@ def test_without_a_free_slot_the_mark_is_a_gap_until_a_step_is_protected(made, c
     assert rank.records()[8][0].previous == rank.records()[7][1]
 
 
+def test_nothing_is_recorded_once_no_turn_folds_records(made):
+    rank = made(AdamW)
+    rank.step()
+    rank.mark()
+    rank.reporter.reply.records_over = True
+    rank.writer.add = lambda update: pytest.fail("a gradient is held")
+    for _ in range(3):
+        rank.step()
+        rank.mark()
+    assert sorted(rank.records()) == [1]
+    assert rank.recorder.stats()["records_missed"] == 0
+
+
 def test_two_steps_of_an_optimizer_in_a_mark_are_a_gap(made):
     rank = made(AdamW)
     rank.step()

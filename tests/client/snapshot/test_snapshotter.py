@@ -51,10 +51,10 @@ OLD, NEW = Epoch(1, b"o" * 16), Epoch(2, b"n" * 16)
 class FakeReporter:
     """A reporter without a daemon; the test sets `pins`."""
 
-    is_stale = slots_missing = False
+    is_stale = False
 
     def __init__(self) -> None:
-        self.pins = Pins()
+        self.pins, self.reply = Pins(), pb.ReportReply()
         self.answers: dict[int, tuple[StepAnswer, str]] = {}
         self.answered = threading.Semaphore(0)
         self.news, self.woken, self.waits = 0, threading.Semaphore(0), threading.Event()
@@ -354,7 +354,7 @@ def test_an_object_whose_state_dict_raises_skips_the_snapshot_only(caplog):
 
 
 def test_memory_that_a_restarted_daemon_refuses_is_logged(rank, caplog):
-    rank.reporter.slots_missing = True
+    rank.reporter.reply.slots_missing = True
     rank.slots._slots[0].descriptor = 7
     rank.slots._leases = SimpleNamespace(give_back=lambda kept: 1 / 0)
     rank.step()
@@ -365,11 +365,11 @@ def test_memory_that_a_restarted_daemon_refuses_is_logged(rank, caplog):
 
 def test_waiting_for_a_step_returns_memory_to_a_restarted_daemon(rank):
     returned = []
-    rank.reporter.slots_missing = True
+    rank.reporter.reply.slots_missing = True
     rank.slots._slots[0].descriptor = 7
     rank.slots._leases = SimpleNamespace(give_back=returned.append)
     assert rank.snapshots.wait(1, 20)
-    assert [slot.index for slots in returned for slot in slots] == [0] and not rank.reporter.slots_missing
+    assert [slot.index for slots in returned for slot in slots] == [0] and not rank.reporter.reply.slots_missing
 
 
 def test_a_new_layout_holds_the_recorder_of_gradients_and_closing_ends_it(rank):

@@ -43,7 +43,7 @@ def text_of(replayer: Replayer, name: str) -> str:
 def test_orders_are_carried_out_by_one_low_process_which_maps_nothing_between():
     async def act(replayer: Replayer) -> None:
         first, second = ReplayScene(marks=1), ReplayScene(owners=2, marks=2)
-        assert await replayed(replayer, first) > 0
+        assert min(await replayed(replayer, first)) > 0
         pid = replayer.pid
         del second.records[1]
         with pytest.raises(ReplayFailed, match="the record of mark 12 is missing") as refused:
