@@ -7,7 +7,7 @@ import json
 import pytest
 
 from reft.cli.demo.cluster import free_port
-from reft.core.commit.gradient_records import record_slots
+from reft.core.commit.gradient_records import RECORD_SLOTS_MAX, record_slots
 from tests.support import trainers
 from tests.support.daemons import Site
 from tests.support.recorded_gradients import CASES, MARKS, work
@@ -32,7 +32,8 @@ def test_gradients_of_torchs_zero_are_recorded_bit_for_bit(site: Site, tmp_path)
         count = record_slots(case.get("every", 1))
         for rank, result in enumerate(each[name] for each in results):
             assert result["differs"] == [] and result["both"] == [] and result["owned"], (name, result)
-            assert result["slots"] == [f"record-{rank}.slot-{i}" for i in range(count)]
+            counts = [count, min(2 * count, RECORD_SLOTS_MAX)]  # nothing waits for turns here: they may be late
+            assert result["slots"] in [sorted(f"record-{rank}.slot-{i}" for i in range(each)) for each in counts]
             stats = result["stats"]
             assert stats["records"] == len(result["records"]) >= min(count, MARKS), (name, stats)
             assert stats["records"] + stats["records_torn"] + stats["records_missed"] == MARKS

@@ -13,6 +13,7 @@ from torch import nn
 
 from reft.client.records.record_copy import HostRecordCopy, RecordCopy
 from reft.client.records.record_plan import plan_records
+from reft.client.records.record_slots import RecordSlots
 from reft.client.records.record_writer import RecordWriter
 from reft.client.records.recorder import GradientRecorder
 from reft.client.state.tensors import flat_bytes
@@ -83,7 +84,7 @@ class RecordingRank:
         )
         self.slots = slots or record_slots_of(count, self.plan.layout.data_bytes)
         self.copy = copy or HostRecordCopy()
-        self.writer = RecordWriter(self.plan, self.slots, self.reporter, self.copy, None)
+        self.writer = RecordWriter(self.plan, RecordSlots(self.slots, lambda *_: []), self.reporter, self.copy, None)
         self.recorder = GradientRecorder(self.plan, self.writer, self.copy, mark)
         self.seen: dict[str, tuple[bytes, bytes]] = {}  # gradient and parameter at the last step
         for index, optimizer in enumerate(self.optimizers):

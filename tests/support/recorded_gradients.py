@@ -76,7 +76,7 @@ def train(
             scheduler.step()
         collect(recorder, records, seen, differs)
         stats = session.stats()
-        slots = sorted(slot.name for slot in recorder._writer._slots)
+        slots = sorted(slot.name for slot in recorder._writer._slots.mapped)
     own = {f"model.0.{name}" for name, each in model.named_parameters() if each in optimizer.optim.state}
     return {
         "differs": differs, "records": sorted(records), "slots": slots, "both": sorted(owned & own),
@@ -87,7 +87,7 @@ def train(
 def collect(recorder: Any, records: set[int], seen: dict[int, Any], differs: list[str]) -> None:
     """Compares the newest records with the gradients that training had."""
     recorder._writer.idle().result(30)
-    for slot in recorder._writer._slots:
+    for slot in recorder._writer._slots.mapped:
         header = slot.map.reread()
         if header.state.name == "SEALED" and header.version.step not in records:
             records.add(header.version.step)

@@ -34,17 +34,18 @@ def given_up(job: JobRecord) -> str:
 async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
     """Returns the record slots of a rank; makes those that are missing.
 
-    Slots of another size are freed.
+    Slots of another size are freed. A lease that asks for fewer keeps all: a rank that restarts may
+    have to replay the records in them.
 
     Raises:
         NoRoom, AttachError: new ones can't be made.
     """
     rank, geometry = request.rank, Geometry(0, request.record_bytes, request.chunk_bytes)
     held = {name: slot for name, slot in job.slots.records.items() if slot.rank == rank}
-    names = fitting_slots({name: header_of(job.id, slot) for name, slot in held.items()}, geometry, request.records)
+    names = fitting_slots({name: header_of(job.id, slot) for name, slot in held.items()}, geometry, len(held))
     for name in held.keys() - set(names):
         job.arena.free(job.slots.records.pop(name))
-    new_names = next_names(job.slots.records, rank, request.records - len(names), RECORD)
+    new_names = next_names(job.slots.records, rank, max(request.records - len(names), 0), RECORD)
     geometries = dict.fromkeys(new_names, geometry)
     if geometries:
         job.slots.add(await job.allocator.create(rank, geometries, list(request.cpus)))

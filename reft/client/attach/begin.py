@@ -134,7 +134,7 @@ def make_snapshotter(
         state.host,
         engine,
         reporter,
-        RankSlots(list(slots), leases, rank, leases.settings.slots, records.slots if records else ()),
+        RankSlots(list(slots), leases, rank, leases.settings.slots, records.slots.mapped if records else ()),
         history,
         make_recorder(records, introduction, reporter, engine.copy_cpu, step) if records else None,
     )

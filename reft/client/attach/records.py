@@ -13,16 +13,16 @@ from reft.client.attach.introduce import Introduction
 from reft.client.attach.plan import AttachPlan
 from reft.client.link.exchange import together
 from reft.client.link.reports import Reporter
-from reft.client.link.slots import MappedSlot, SlotLeases
+from reft.client.link.slots import SlotLeases
 from reft.client.memory.cuda import Device
 from reft.client.records.record_copy import DeviceRecordCopy, HostRecordCopy, RecordCopy
 from reft.client.records.record_plan import RecordPlan, plan_records
+from reft.client.records.record_slots import RecordSlots
 from reft.client.records.record_writer import RecordWriter
 from reft.client.records.recorder import GradientRecorder
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement
 from reft.core.commit.gradient_records import record_slots
-from reft.core.commit.version import Version
 from reft.errors import ReftError, UnsupportedState, message, remedy
 
 log = logging.getLogger("reft")
@@ -35,12 +35,10 @@ class RecordMemory:
     Attributes:
         plan: what a record holds.
         slots: the record slots.
-        replayed: the records in them from which a rank has replayed the base.
     """
 
     plan: RecordPlan
-    slots: list[MappedSlot]
-    replayed: frozenset[Version] = frozenset()
+    slots: RecordSlots
 
 
 def lease_records(
@@ -79,10 +77,12 @@ def _lease(
         return None
     if record_plan is None:
         return None
-    slots = leases.lease_records(record_slots(context.request.every), record_plan.layout.data_bytes)
+    data_bytes = record_plan.layout.data_bytes
+    slots = leases.lease_records(record_slots(context.request.every), data_bytes)
     records = [record for way in plan.recovery.replays.values() for record in way.records]
     replayed = frozenset(each.version for each in records if each.rank == context.rank and each.version)
-    return RecordMemory(record_plan, slots, replayed)
+    more = RecordSlots(slots, lambda count, mapped: leases.lease_records(count, data_bytes, mapped), replayed)
+    return RecordMemory(record_plan, more)
 
 
 def plan_of(placement: Placement, rank: int, tracked: TrackedObjects) -> RecordPlan | None:
@@ -114,5 +114,5 @@ def make_recorder(
     """
     device = introduction.state.device
     copy: RecordCopy = DeviceRecordCopy(Device(device)) if device.type == "cuda" else HostRecordCopy()
-    writer = RecordWriter(memory.plan, memory.slots, reporter, copy, cpu, memory.replayed)
+    writer = RecordWriter(memory.plan, memory.slots, reporter, copy, cpu)
     return GradientRecorder(memory.plan, writer, copy, mark)

@@ -86,26 +86,31 @@ class SlotLeases:
         data_bytes = min(geometry.data_capacity for geometry in geometries)
         return self._lease(data_bytes, min(geometry.table_capacity for geometry in geometries), mapped)
 
-    def lease_records(self, count: int, data_bytes: int) -> list[MappedSlot]:
-        """Returns mapped record slots of this rank, with every page touched.
+    def lease_records(self, count: int, data_bytes: int, mapped: Sequence[MappedSlot] = ()) -> list[MappedSlot]:
+        """Returns record slots of this rank beside the mapped ones, with every page touched.
 
         Args:
-            count: the number of record slots.
+            count: the number of record slots, the mapped ones included.
             data_bytes: bytes of data in each of them.
+            mapped: the record slots that this process has.
 
         Raises:
             NoRoom: the slots don't fit into memory.
         """
         request = self._request(0, 0, 0)
         request.records, request.record_bytes = count, data_bytes
-        reply = self._call(request)
-        return self._ready(self.take([slot.name for slot in reply.slots], keeps=reply.backing == "memfd"))
+        return self._ready(self._take_new(self._call(request), mapped))
 
     def _lease(self, data_bytes: int, table_bytes: int, mapped: Sequence[MappedSlot]) -> list[MappedSlot]:
-        reply = self._call(self._request(self.settings.slots, data_bytes, table_bytes))
+        return self._ready(
+            self._take_new(self._call(self._request(self.settings.slots, data_bytes, table_bytes)), mapped)
+        )
+
+    def _take_new(self, reply: pb.LeaseReply, mapped: Sequence[MappedSlot]) -> list[MappedSlot]:
+        """Maps the slots of a reply that are not mapped yet."""
         known = {slot.name for slot in mapped}
         names = [slot.name for slot in reply.slots if slot.name not in known]
-        return self._ready(self.take(names, keeps=reply.backing == "memfd", first=len(mapped)) if names else [])
+        return self.take(names, keeps=reply.backing == "memfd", first=len(mapped)) if names else []
 
     def _ready(self, slots: list[MappedSlot]) -> list[MappedSlot]:
         """Touches and pins the pages of slots, and returns the slots."""

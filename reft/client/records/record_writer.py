@@ -1,7 +1,7 @@
 """Writes the record of one mark after the other, in a thread of its own.
 
 trainer's thread        record thread
-update ─► (queue) ─►    slot by the rule (core/commit/gradient_records.py) ─► WRITING
+update ─► (queue) ─►    slot by the rule (record_slots.py) ─► WRITING
                         gradients ─► chunks, digests ─► were they written meanwhile?
 mark   ─► (queue) ─►    capsule ─► LANDED ─► SEALED; or the mark is a gap
 """
@@ -22,8 +22,9 @@ from reft.client.link.slots import MappedSlot
 from reft.client.memory.threads import TaskThread
 from reft.client.records.record_copy import HostRecordCopy, RecordCopy, TensorRun
 from reft.client.records.record_plan import RecordPlan
+from reft.client.records.record_slots import RecordSlots
 from reft.client.torch_internals import write_count
-from reft.core.commit.gradient_records import choose_record_slot, mark_of
+from reft.core.commit.gradient_records import mark_of
 from reft.core.commit.version import Version
 from reft.core.membership.log_debounce import TroubleLog
 from reft.errors import ReftError
@@ -102,24 +103,16 @@ class RecordWriter:
         reporter: knows the pins, and whether this epoch is over.
         copy: copies the gradients.
         cpu: the CPU to run on; None leaves the choice to the scheduler.
-        replayed: see `choose_record_slot`.
     """
 
     def __init__(
-        self,
-        plan: RecordPlan,
-        slots: Sequence[MappedSlot],
-        reporter: Reporter,
-        copy: RecordCopy,
-        cpu: int | None,
-        replayed: frozenset[Version] = frozenset(),
+        self, plan: RecordPlan, slots: RecordSlots, reporter: Reporter, copy: RecordCopy, cpu: int | None
     ) -> None:
         self.counts = RecordCounts()
         self._plan = plan
         self._slots = slots
         self._reporter = reporter
         self._copy = copy
-        self._replayed = replayed
         self._open: _OpenRecord | None = None
         self._failure: Exception | None = None  # why the open mark becomes a gap
         self._last: tuple[int, str] = (-1, NO_RECORD)  # mark and digest of the newest record
@@ -179,11 +172,9 @@ class RecordWriter:
             ReftError: no slot may be written.
         """
         epoch = self._reporter.facts.epoch
-        views = [slot.view() for slot in self._slots]
-        chosen = choose_record_slot(views, epoch, mark, self._reporter.pins, self._replayed)
-        if chosen is None:
-            raise ReftError(f"all {len(self._slots)} record slots are kept for a turn or a replay.")
-        slot = next(slot for slot in self._slots if slot.index == chosen.index)
+        slot = self._slots.choose(epoch, mark, self._reporter.pins)
+        if slot is None:
+            raise ReftError(f"all {len(self._slots.mapped)} record slots are kept for a turn or a replay.")
         slot.map.begin(Version(epoch, mark), self._plan.layout.digest, b"", data_bytes)
         return _OpenRecord(slot, mark, np.zeros(slot.map.chunks, np.uint64))
 
@@ -220,7 +211,7 @@ class RecordWriter:
 
     def _empty_from(self, mark: int) -> None:
         """Empties records whose steps are counted anew: they have this mark, or a later one."""
-        for slot in self._slots:
+        for slot in self._slots.mapped:
             if mark_of(slot.view(), self._reporter.facts.epoch) >= mark:
                 slot.map.empty()
 

@@ -38,7 +38,7 @@ from reft.core.commit.slots import Slot, SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import ALIGNMENT, align
 
-SPARE_RECORDS = 3  # record slots beside those of one turn: for marks that end during the turn
+SPARE_RECORDS = 2  # one that is written, and one whose turn is not known to be over
 RECORD_SLOTS_MAX = 16  # of a rank; with longer intervals between snapshots no turn folds records
 
 
@@ -46,9 +46,10 @@ def record_slots(every: int) -> int:
     """Returns the number of record slots of a rank.
 
     Args:
-        every: every how many marks a snapshot is taken. So many records lead from P to T.
+        every: every how many marks a snapshot is taken. So many records lead from P to T, and so
+            many marks may end during the turn.
     """
-    return min(every + SPARE_RECORDS, RECORD_SLOTS_MAX)
+    return min(2 * every + SPARE_RECORDS, RECORD_SLOTS_MAX)
 
 
 # What a record holds
@@ -149,10 +150,12 @@ def needed_after(pins: Pins, sealed: Collection[int], mark: int) -> int:
     return pins.protected if is_complete else target
 
 
-def choose_record_slot(
+def usable_record_slots(
     slots: Sequence[Slot], epoch: Epoch, mark: int, pins: Pins, replayed: Collection[Version] = ()
-) -> Slot | None:
-    """Returns the slot for the record of a mark; None: there is none, so the mark is a gap.
+) -> list[Slot]:
+    """Returns the slots that the record of a mark may be written to, the best first.
+
+    Without one the mark is a gap.
 
     Args:
         slots: all record slots of the rank. Nothing writes one of them now.
@@ -165,7 +168,7 @@ def choose_record_slot(
     marks = {slot.index: mark_of(slot, epoch) for slot in slots}
     floor = needed_after(pins, set(marks.values()), mark)
     usable = [slot for slot in slots if marks[slot.index] <= floor and slot.version not in kept]
-    return min(usable, key=lambda slot: marks[slot.index], default=None)
+    return sorted(usable, key=lambda slot: marks[slot.index])
 
 
 def mark_of(slot: Slot, epoch: Epoch) -> int:

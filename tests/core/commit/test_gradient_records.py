@@ -11,11 +11,11 @@ from reft.core.commit.gradient_records import (
     RecordDigests,
     RecordItem,
     chain_gap,
-    choose_record_slot,
     lay_out,
     log_end,
     needed_after,
     record_slots,
+    usable_record_slots,
 )
 from reft.core.commit.pins import Pins
 from reft.core.commit.slots import Slot, SlotState
@@ -27,7 +27,7 @@ CHUNK = 4096
 
 
 def test_record_slots_hold_those_of_a_turn_and_some_more():
-    assert [record_slots(every) for every in (1, 3, 13, 14, 100)] == [4, 6, RECORD_SLOTS_MAX] + 2 * [RECORD_SLOTS_MAX]
+    assert [record_slots(every) for every in (1, 3, 7, 8, 100)] == [4, 8, RECORD_SLOTS_MAX] + 2 * [RECORD_SLOTS_MAX]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def slots_with(*marks: int | None, epoch: Epoch = OWN, state: SlotState = SlotSt
 
 
 def chosen(slots: list[Slot], pins: Pins, mark: int) -> int | None:
-    slot = choose_record_slot(slots, OWN, mark, pins)
+    slot = next(iter(usable_record_slots(slots, OWN, mark, pins)), None)
     return None if slot is None else slot.index
 
 
@@ -90,7 +90,7 @@ def test_records_of_a_replayed_base_stay_until_a_step_of_the_new_epoch_is_whole(
     slots, replayed = slots_with(4, 5, 6, epoch=OLD), frozenset({Version(OLD, 5), Version(OLD, 6)})
 
     def chosen_now(pins: Pins, slots: list[Slot]) -> int | None:
-        slot = choose_record_slot(slots, OWN, 7, pins, replayed)
+        slot = next(iter(usable_record_slots(slots, OWN, 7, pins, replayed)), None)
         return None if slot is None else slot.index
 
     assert chosen_now(Pins(), slots) == 0 and chosen_now(Pins(), slots[1:]) is None
@@ -102,7 +102,7 @@ def test_recording_begins_again_after_a_turn_that_lasts_longer_than_the_slots():
     """Each turn of the mover lasts 3 marks. With 4 slots the records since T are complete then."""
     slots, pins, folded = slots_with(None, None, None, None), Pins(), []
     for mark in range(1, 30):
-        slot = choose_record_slot(slots, OWN, mark, pins)
+        slot = next(iter(usable_record_slots(slots, OWN, mark, pins)), None)
         if slot is not None:
             slots[slot.index] = Slot(slot.index, SlotState.SEALED, Version(OWN, mark))
         sealed = {each.version.step for each in slots if each.version}

@@ -46,7 +46,8 @@ def test_record_slots_are_leased_beside_the_slots_and_fit_again(daemon, trainer)
     assert job.lease(0, trainer.pid, **RECORDS) == names
     assert job.lease(0, trainer.pid, **RECORDS | {"record_bytes": CHUNK}) == names, "larger ones serve"
     fewer = job.lease(0, trainer.pid, **RECORDS | {"records": 2})
-    assert fewer == names[:2] and sorted(path.name for path in (daemon.folder / "job").glob("record-*")) == fewer
+    assert fewer == names, "their records may have to be replayed"
+    assert sorted(path.name for path in (daemon.folder / "job").glob("record-*")) == names
 
 
 def test_record_slots_of_another_size_are_made_anew(daemon, trainer):
