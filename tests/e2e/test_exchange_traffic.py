@@ -14,9 +14,11 @@ import psutil
 import pytest
 
 from tests.e2e.test_example_losses import DEADLINE_S, Example, Run
+from tests.e2e.test_recomputed_copies import WORLD, finish, start
 from tests.e2e.test_traffic import BEAT_FRAMES, sent_by
 from tests.support.daemons import DaemonProcess, until
 from tests.support.limits import own_network
+from tests.support.recomputed_copies import WIDTH as WIDTH_OF_ZERO
 from tests.support.trainers import Spec, Trainers
 
 D, WIDTH = 4, 512
@@ -81,6 +83,38 @@ def test_a_turn_sends_the_bytes_of_the_formula(network):
     owed = turns * D * SECTION
     own = own_after - own_before + steps * STEP_BYTES + turns * D * (D - 1) * PULL_BYTES
     assert owed <= after - before <= (owed + own) * (1 + PACKETS)
+
+
+ZERO_SECTION = 2 * 2 * 4 * WIDTH_OF_ZERO**2  # two moments of two layers
+
+
+@pytest.mark.parametrize(("protect", "turn_bytes"), [("auto", 0), ("aec", ZERO_SECTION)], ids=["copies", "parity"])
+def test_a_step_of_torchs_zero_sends_capsules_where_copies_are_recomputed(protect, turn_bytes, network, tmp_path):
+    """The same job with parity sends a section of each rank in each turn beside."""
+    nodes = [DaemonProcess("--listen", "127.0.0.1:0", "--node", f"n{i}", network=network) for i in range(WORLD)]
+    try:
+        ranks = start(nodes, tmp_path / "run", ["adamw"], "job", FROM, protect, UPTO)
+        paused = [tmp_path / "run" / f"{rank}.paused" for rank in range(WORLD)]
+        until(lambda: all(path.exists() for path in paused), DEADLINE_S, f"step {FROM} is protected")
+        before = network_bytes(nodes[0]), owned_bytes(nodes)
+        (tmp_path / "run" / "go").touch()
+        turns = [result["adamw"]["turns"] for result in finish(ranks, tmp_path / "run")]
+        after = network_bytes(nodes[0]), owned_bytes(nodes)
+    finally:
+        for node in nodes:
+            node.close()
+    steps, links = UPTO - FROM, WORLD * (WORLD - 1)
+    assert [each[FROM:] for each in turns] == [["" if protect == "auto" else "the lanes have parity."] * steps] * WORLD
+    owed, sent = steps * WORLD * turn_bytes, after[0] - before[0]
+    own = after[1] - before[1] + steps * 3200 * links + (steps * links * PULL_BYTES if turn_bytes else 0)
+    assert owed <= sent <= (owed + own) * (1 + PACKETS), (owed, sent, own)
+    assert own < ZERO_SECTION, "the limit is too wide to notice one section"
+
+
+def owned_bytes(nodes: Sequence[DaemonProcess]) -> int:
+    """Returns the bytes of capsules, rounds and heartbeats that nodes have sent."""
+    sent = [sent_by(node) for node in nodes]
+    return sum(each.capsules + each.round + each.beats + BEAT_FRAMES * each.beat_count for each in sent)
 
 
 def assert_nothing_exchanged(nodes: Sequence[DaemonProcess]) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from tests.e2e.test_recomputed_copies import WORLD, finish, start
 from tests.support.daemons import DaemonProcess, Site, until, vanish
+from tests.support.recomputed_copies import MARKS
 
 P, W = 3, 5  # protected, and whole
 pytestmark = pytest.mark.timeout(300)  # a start of all ranks may take a minute where the cores are shared
@@ -24,7 +25,7 @@ def lose_a_node(case: str, site: Site, folder: Path) -> list[DaemonProcess]:
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has one kind of instructions only")
     nodes = [site.add(1, "--node", f"node-{i}", environment=HOST)[0] for i in range(WORLD)]
-    ranks = start(nodes, folder, [case], "job", W, P + 1)
+    ranks = start(nodes, folder, [case], "job", W, "aor", MARKS, P + 1)
     paused = [folder / f"{rank}.paused" for rank in range(WORLD)]
     until(lambda: all(path.exists() for path in paused), 200, f"step {W} is whole")
     assert all("does not repeat the owner's optimizer" in path.read_text() for path in paused)
@@ -67,7 +68,7 @@ def test_a_replay_that_differs_is_refused_and_the_protected_step_taken(site: Sit
     plain = finish(start(site.add(WORLD), tmp_path / "plain", [case], "plain"), tmp_path / "plain")
     nodes = lose_a_node(case, site, tmp_path / "lost")
     wrong = "replay.update:drop:after=1:times=1"
-    again = start(nodes, tmp_path / "again", [case], "job", 0, 99, wrong)
+    again = start(nodes, tmp_path / "again", [case], "job", 0, "aor", MARKS, 99, wrong)
     check(finish(again, tmp_path / "again"), plain, case, P)
     log = log_of(tmp_path / "again")
     assert f"step {W} (epoch 1) can't be replayed: the recomputed state of rank 1 differs from the owner's" in log

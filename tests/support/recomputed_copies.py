@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ DRIFTING = "drifting"  # a case whose owner does what no replay repeats
 
 def work(
     rank: int, world: int, port: int, daemon: str, out: str, cases: Sequence[str] = tuple(CASES), job: str = "",
-    pause: int = 0, held_from: int = 1 << 30, failpoints: str = "", protect: str = "aor", marks: int = MARKS,
+    pause: int = 0, protect: str = "aor", marks: int = MARKS, held_from: int = 1 << 30, failpoints: str = "",
 ) -> None:  # fmt: skip
     """Runs cases in one process of the group, and writes how each turn was made.
 
@@ -46,7 +45,7 @@ def work(
         out: folder for the results.
         cases: names of cases.
         job: name of the job; empty: that of the case.
-        pause: stands still for ever once this step is protected.
+        pause: stands still once this step is protected, until a file "go" is in the folder.
         held_from: the first step that the test's daemons don't protect; such steps become whole.
         failpoints: of this process.
         protect: how the moments are protected.
@@ -94,7 +93,7 @@ def train(
                 turns.append(await_protected(name, step))
             if paused is not None and step == pause:
                 paused.write_text(turns[-1])
-                threading.Event().wait()
+                until(paused.with_name("go").exists, 200, "go")
             optimizer.zero_grad()
             torch.manual_seed(1000 * step + dist.get_rank())
             ddp(torch.randn(8, WIDTH)).square().sum().backward()

@@ -88,7 +88,10 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def record(example: str, steps: int, out: Path, started_s: float, seal_at: list[int]) -> None:
-    """Runs an example from start to end, as one rank."""
+    """Runs an example from start to end, as one rank.
+
+    An example "NAME-KIND" is the script NAME of this folder with a kind of optimizer.
+    """
     attach = reft.attach
 
     def recording(model: Any, optimizer: Any, *arguments: Any, **named: Any) -> Recorded:
@@ -97,8 +100,9 @@ def record(example: str, steps: int, out: Path, started_s: float, seal_at: list[
 
     reft.attach = recording  # type: ignore[assignment]
     torch.set_num_threads(1)
-    script = ROOT / "examples" / f"{example}.py"
-    sys.argv = [str(script), "--steps", str(steps)]
+    name, _, kind = example.partition("-")
+    script = ROOT / ("tests/support" if kind else "examples") / f"{name}.py"
+    sys.argv = [str(script), "--steps", str(steps), *(["--kind", kind] if kind else [])]
     runpy.run_path(str(script), run_name="__main__")
 
 
