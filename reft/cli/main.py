@@ -423,7 +423,7 @@ def verify(root: str, job: str, persist_key_file: Path | None, as_json: bool) ->
     results = []
     with failing(as_json), unwinding():
         root = storage.root_of(root)
-        for answer in storage.audit("verify", root, job, persist_key_file):
+        for answer in storage.audit("verify", root, job, key_file=persist_key_file):
             if "sound" in answer:
                 results.append(answer)
                 if not as_json:
