@@ -379,7 +379,7 @@ def export(
     what: str, path: Path, form: str, only: str | None, dtype: str | None, step: int | None, lineage: str, max_shard: str,
     persist_key_file: Path | None, as_json: bool, daemon: str | None,
 ) -> None:  # fmt: skip
-    """Writes a step of JOB as files that plain torch and Hugging Face load, without reft.
+    """Writes a step of JOB as files that need no reft.
 
     JOB is read from the memory of its nodes, while it trains too. DIR/JOB (with a slash) is read
     from the folder of --persist, without a daemon. Weights have the names of the model's state

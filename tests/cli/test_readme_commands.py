@@ -202,3 +202,30 @@ def test_what_is_typed_of_checkpoints(command, tmp_path):
     assert daemon.returncode == 0 and "step 8 (epoch 1) is on storage" in output, output
     assert "step 8 (epoch 1)" in reader.run("reft-cli list /shared/reft")
     assert "2 checkpoints read, 0 damaged." in reader.run("reft-cli verify /shared/reft")
+
+
+def test_what_is_typed_to_export_and_to_go_back(tmp_path):
+    storage = tmp_path / "storage"
+    for folder in (storage, tmp_path / "home"):
+        folder.mkdir()
+    daemon = DaemonProcess("--persist", str(storage))
+    words = {"/shared/reft": str(storage), "/shared/": f"{tmp_path}/", "1200": "4"}
+    reader = Reader(tmp_path / "home", words, REFT_DAEMON=daemon.address)
+    trainers = Trainers(Spec(daemon.address, job="run1", options={"seal_at": [4, 8], "pause_at": [4, 8]}))
+    try:
+        trainers.wait_for(4)
+        reader.run("reft-cli persist run1 --json")
+        trainers.let_go(4)
+        trainers.wait_for(8)
+        trainers.kill()
+        assert "step 8 (epoch 1)" in reader.run("reft-cli export run1 --to /shared/run1-hf --only weights --dtype bf16")
+        assert (tmp_path / "run1-hf/model.safetensors").exists()
+        typed = "reft-cli export /shared/reft/run1 --to /shared/run1-dcp --format dcp --step 1200"
+        assert "step 4 (epoch 1)" in reader.run(typed)
+        assert (tmp_path / "run1-dcp/.metadata").exists()
+        assert "Nothing was changed" in reader.run("reft-cli recover run1 --step 1200")
+        assert "begins from step 4" in reader.run("reft-cli recover run1 --step 1200 --yes")
+        assert "left behind" not in reader.run("reft-cli list run1")
+    finally:
+        trainers.kill()
+        daemon.close()

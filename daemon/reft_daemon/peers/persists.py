@@ -34,7 +34,6 @@ from typing import Final
 
 import grpc
 
-from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
 from reft.core.persist.persist_cadence import PERSIST_SLOTS_MIN, PersistCadence, newest_step
 from reft.core.persist.stored_names import is_lineage
@@ -199,18 +198,6 @@ class PersistService:
         """
         if self._persister is not None and is_lineage(job.record.manifest.lineage):
             await self._persister.end(job.id, job.record.manifest.lineage)
-
-    async def store_decision(self, job: str, lineage: str, decision: Decision) -> None:
-        """Keeps a decision on storage that no daemon has yet: a person goes back.
-
-        Raises:
-            ConfigError: this daemon has no storage, or the name is no lineage.
-            StorageFailed: it is not on storage.
-        """
-        if self._persister is None or not is_lineage(lineage):
-            raise ConfigError("this daemon has no storage (--persist), or the job is not persisted.")
-        await self._persister.decide(job, lineage, decision)
-        log.warning("job=%s goes back to %s, by reft-cli recover --step", job, decision.base)
 
     async def request(self, job: JobRecord, request: pb.PersistJobRequest) -> pb.PersistJobReply:
         """Takes a request for a checkpoint, or for how far it is. The coordinator answers.

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +31,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
+from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.core.persist.storage_url import is_url
+from reft.core.persist.stored_names import is_lineage
 from reft.errors import ConfigError, FormatError
 from reft.wire import messages
 from reft.wire import stored_format as stored
@@ -42,6 +45,7 @@ from reft_daemon.arena.arena import STORED, Arena, SlotFile
 from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage, version_of
 from reft_daemon.persist.persister import Persister, StorageFailed
 
+log = logging.getLogger("reft.daemon")
 LIST_S: Final = 60.0  # for one answer
 PENDING_S: Final = 900.0  # opened files that no attach has taken over are closed after this time
 HOLD_S: Final = 20.0  # that an answer waits for the files; objects take longer
@@ -135,6 +139,18 @@ class StoredReader:
             reply.manifest.ParseFromString(stored.decode_manifest(manifest).job_manifest)
             reply.ranks.extend(json.loads(ranks))
         return reply
+
+    async def store_decision(self, job: str, lineage: str, decision: Decision) -> None:
+        """Keeps a decision on storage that no daemon has yet: a person goes back.
+
+        Raises:
+            ConfigError: this daemon has no storage, or the name is no lineage.
+            StorageFailed: it is not on storage.
+        """
+        if self._persister is None or not is_lineage(lineage):
+            raise ConfigError("this daemon has no storage (--persist), or the job is not persisted.")
+        await self._persister.decide(job, lineage, decision)
+        log.warning("job=%s goes back to %s, by reft-cli recover --step", job, decision.base)
 
     async def open(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:
         """Opens files of a checkpoint, in place of those that are open for the job.

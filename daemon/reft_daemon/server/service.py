@@ -285,7 +285,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         await _refuse_remote(context)
         check_name(request.job)
         decision = messages.decision_from(request.decision)
-        await self._registry.persists.store_decision(request.job, request.lineage, decision)
+        await self._registry.persists.reader.store_decision(request.job, request.lineage, decision)
         return pb.StoreDecisionReply()
 
     @translated

@@ -1,4 +1,4 @@
-"""The files of an export, with a hole for each tensor; they have their names only at the end.
+"""The files of an export: first holes for all tensors, under a hidden name.
 
 .PATH.<random>/   all files, at their sizes ─► the bytes of the tensors ─► fsync ─► PATH
                   an error, Ctrl-C: removed again

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ class GatheredState:
                 raise AttachError(f"nothing holds rank {rank} of {state.version}.", "export another step")
             data = slot.capsule() if slot is not None else state.capsules[rank].capsule
             tree = capsule_format.decode(data, layouts.name_table(index[rank]))
-            others = ()
+            others: tuple[tuple[Leaf, int | None], ...] = ()
             if slot is not None:
                 table = slot.table()
                 layout, places = table_from(table), places_from(table)
@@ -163,7 +164,7 @@ class GatheredState:
             self._decode(made, readers)
             for rank, data in made.items():
                 self._compare(rank, data)
-                readers[rank] = lambda begin, end, data=data: data[begin:end]
+                readers[rank] = partial(_part, data)
             yield readers
 
     def _decode(self, made: Mapping[int, Bytes], readers: Mapping[int, ReadData]) -> None:
@@ -192,6 +193,10 @@ class GatheredState:
                     f"the decoded slot of rank {rank}, {self.state.version}, differs from what was saved.",
                     "export another step; reft-cli list shows them",
                 )
+
+
+def _part(data: Bytes, begin: int, end: int) -> Bytes:
+    return data[begin:end]
 
 
 def _empty_rows(stripe_slice: StripeSlice) -> Bytes:

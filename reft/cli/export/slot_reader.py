@@ -1,4 +1,4 @@
-"""Reads a slot, wherever it lies, and compares each chunk with its digest before it is used."""
+"""Reads a slot, wherever it lies, and compares each chunk with its digest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DamagedSlot(FormatError):
         self.source = source
 
 
-class SlotReader:
+class ExportReader:
     """One slot of one version.
 
     Args:

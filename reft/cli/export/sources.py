@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from reft.cli import storage
 from reft.cli.ask import NoSuchJob, ask
-from reft.cli.export.slot_reader import DamagedSlot, SlotReader
+from reft.cli.export.slot_reader import DamagedSlot, ExportReader
 from reft.cli.survey import survey
 from reft.core.coding.placement import Placement
 from reft.core.commit.version import Epoch, Version
@@ -57,7 +57,7 @@ class ExportState:
 
     version: Version
     manifest: pb.Manifest
-    slots: Mapping[int, SlotReader]
+    slots: Mapping[int, ExportReader]
     capsules: Mapping[int, pb.CapsuleRecord] = field(default_factory=dict)
     sections: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
@@ -129,10 +129,10 @@ class MemorySource:
         nodes = {ident: None if ident == own else node for ident, node in job_survey.nodes.items()}
         manifest, placement = job_survey.manifests[version.epoch], job_survey.placements[version.epoch]
 
-        def reader(number: int, held: HeldSlot) -> SlotReader:
+        def reader(number: int, held: HeldSlot) -> ExportReader:
             read = partial(self._read, channel, nodes[held.node], held.slot, version)
             what = f"{slot_name(number, len(placement.domains))} of {version} on node {job_survey.names[held.node]}"
-            return SlotReader(version, held.rank, read, what, (held.node, held.slot, version))
+            return ExportReader(version, held.rank, read, what, (held.node, held.slot, version))
 
         sources: dict[int, HeldSlot] = {**plan.sources}
         sources |= {parity_number(placement, rank): held for rank, held in plan.parity.items()}
@@ -244,7 +244,7 @@ class StoredSource:
         (answer,) = storage.audit("files", self._root, self.path.name, *more, key_file=self.key_file)
         return answer
 
-    def _slot(self, rank: int, path: str, version: Version, files: contextlib.ExitStack) -> SlotReader:
+    def _slot(self, rank: int, path: str, version: Version, files: contextlib.ExitStack) -> ExportReader:
         what = f"the file {path}"
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -258,4 +258,4 @@ class StoredSource:
             except OSError as error:
                 raise DamagedSlot(None, f"{what} can't be used: {error}.") from error
 
-        return SlotReader(version, rank, read, what)
+        return ExportReader(version, rank, read, what)

@@ -23,7 +23,7 @@ RENEW_S: Final = 10.0
 CALL_S: Final = 15.0  # a daemon passes the call on to the coordinator's
 
 
-class StepHold:
+class StepKeeper:
     """Keeps the newest whole step of a running job; its ranks train on.
 
     Attributes:
@@ -94,7 +94,7 @@ def export_source(
             "leave out --step, or export a checkpoint: DIR/JOB",
         )
     os.nice(19)  # the job trains on these cores
-    hold = StepHold(address(), what)
+    hold = StepKeeper(address(), what)
     try:
         yield MemorySource(address(), what, held=hold.version, renew=hold.renew)
     finally:
