@@ -8,6 +8,7 @@ torch's ZeroRedundancyOptimizer has no such checkpoints: one rank saves what it 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -153,7 +154,12 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         optimizer.consolidate_state_dict(to=0)
         if dist.get_rank() == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+            whole = optimizer.state_dict()
+            arrays = {f"model {name}": value.numpy() for name, value in model.state_dict().items()}
+            for i, state in whole["state"].items():
+                arrays |= {f"{i} {key}": value.numpy() for key, value in state.items()}
+            with open(path, "wb") as file:
+                np.savez(file, groups=repr(whole["param_groups"]), **arrays)
         return
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
@@ -162,9 +168,13 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
     """Loads torch's own checkpoint, of any number of ranks."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        whole = torch.load(path)
-        model.load_state_dict(whole["model"])
-        optimizer.load_state_dict(whole["optimizer"])
+        states: dict[str, dict[str, torch.Tensor]] = {}
+        with np.load(path) as file:
+            groups = ast.literal_eval(str(file["groups"]))
+            for owner, _, key in (name.partition(" ") for name in file.files if name != "groups"):
+                states.setdefault(owner, {})[key] = torch.from_numpy(file[f"{owner} {key}"])
+        model.load_state_dict(states.pop("model"))
+        optimizer.load_state_dict({"state": {int(i): state for i, state in states.items()}, "param_groups": groups})
         return
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
