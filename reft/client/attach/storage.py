@@ -10,7 +10,7 @@ Invariants
      from memory then, since no other launch can have gone further.
   2. The newest history counts, not the greatest step: `reft.core.persist.stored_lineages`.
   3. A checkpoint that can't be used is left out, loudly, and the next older one is taken. If none
-     can be used, attach stops.
+     can be used, attach stops. It also stops if a checkpoint that was opened is not whole then.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def take_storage(
 
     Raises:
         AttachError: a person must choose a history.
-        RestoreError: storage can't be listed; or no checkpoint can be used, and memory has no base.
+        RestoreError: storage can't be listed; no checkpoint can be used, and memory has no base; or
+            an opened checkpoint is not there any more.
         ReftError: a daemon does not answer.
     """
     job, memory = introduction.job, survey.manifest
@@ -142,7 +143,23 @@ def take_storage(
     opened = open_newest(reader, replace(survey, storage=history), lineage, listing, attempt)
     if opened.version is None:
         return replace(survey, storage=opened)
-    return replace(take_inventory(context, introduction, attempt.erased, attempt.first_survey), storage=opened)
+    after = replace(take_inventory(context, introduction, attempt.erased, attempt.first_survey), storage=opened)
+    refuse_unopened(job.id, after, opened.version, attempt)
+    return after
+
+
+def refuse_unopened(job: str, survey: JobSurvey, version: Version, attempt: AttachTry) -> None:
+    """Raises RestoreError if the survey lacks a part of the checkpoint that was opened.
+
+    A daemon may have ended meanwhile. The attach would start fresh, or go back further.
+    """
+    base = survey.plan(attempt.erased).base
+    if base is None or base.is_older_than(version):
+        raise RestoreError(
+            f"the checkpoint of {version} of job {job} was opened, and now not all of its ranks can be read: "
+            f"{survey.holdings(job, attempt.erased).reason}",
+            "start the job again; if that fails too, look at the storage by reft-cli verify",
+        )
 
 
 def open_newest(

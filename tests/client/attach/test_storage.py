@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from reft.client.attach.plan import make_plan
-from reft.client.attach.storage import lineage_in
+from reft.client.attach.plan import AttachTry, make_plan
+from reft.client.attach.storage import lineage_in, refuse_unopened
 from reft.client.attach.structure import readers_of
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery import recovery
 from reft.core.recovery.recovery import RecoveryPlan
-from reft.errors import AttachError
+from reft.errors import AttachError, RestoreError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey, StoredHistory
 from reft.wire.v1 import daemon_pb2 as pb
@@ -53,6 +53,22 @@ def test_new_epoch_is_above_all_of_storage() -> None:
     assert plan.decision.epoch.counter == 8
     assert plan.decision.known == (later.epoch, PLAN.decision.epoch)
     assert (plan.manifest.token, plan.manifest.lineage) == (manifest.token, manifest.lineage)
+
+
+@pytest.mark.parametrize("ranks", [(), (0,), (0, 1)])
+def test_a_checkpoint_that_is_not_whole_after_it_was_opened_is_no_fresh_start(ranks: tuple[int, ...]) -> None:
+    """One of its files, or both, are closed again, since a daemon has ended."""
+    replies = {"a": reply("a"), "b": reply("b")}
+    for rank in ranks:
+        header = sealed(rank, 3, PLAN.decision.epoch)
+        header.stored = True
+        replies["a"].slots.extend([header])
+    survey = JobSurvey(replies, storage=StoredHistory((PLAN.decision,), PLAN.decision, BASE, PLAN.manifest))
+    if len(ranks) == 2:
+        refuse_unopened("job", survey, BASE, AttachTry())
+        return
+    with pytest.raises(RestoreError, match=r"step 3 \(epoch 1\) of job job was opened, and now not all"):
+        refuse_unopened("job", survey, BASE, AttachTry())
 
 
 def test_asked_lineage_must_be_that_of_memory() -> None:
