@@ -44,7 +44,8 @@ from reft_daemon.persist.storage_folder import ENTRIES_MAX
 PART_BYTES: Final = 8 << 20
 PARTS_MAX: Final = 10_000  # of one object, by S3's rules
 UPLOADS: Final = 2  # parts of one file under way
-FETCHES: Final = 4
+FETCHES: Final = 4  # ranges of one file under way
+FETCH_BYTES: Final = 4 << 20  # of one range: this process may take 100 MB
 TIMEOUT: Final = timedelta(seconds=20)
 RETRY_S: Final = 30.0
 RETRIES: Final = 10
@@ -353,7 +354,7 @@ def _pieces(runs: Sequence[FileRun]) -> Iterator[tuple[int, int, int]]:
     """Yields (offset in the object, offset in the file, length) of all ranges to fetch."""
     start = 0
     for run in runs:
-        for at in range(0, run.nbytes, PART_BYTES):
-            length = min(PART_BYTES, run.nbytes - at)
+        for at in range(0, run.nbytes, FETCH_BYTES):
+            length = min(FETCH_BYTES, run.nbytes - at)
             yield start + at, run.offset + at, length
         start += run.nbytes
