@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -104,7 +105,6 @@ class ObjectServer:
     requests: list[ObjectRequest] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
     url: str = ""
-    _buckets: int = 0
 
     def __post_init__(self) -> None:
         self._application = DomainDispatcherApplication(create_backend_app)
@@ -140,8 +140,7 @@ class ObjectServer:
 
     def new_bucket(self) -> str:
         """Makes an empty bucket; returns its name."""
-        self._buckets += 1
-        name = f"bucket-{os.getpid()}-{self._buckets}"
+        name = f"bucket-{secrets.token_hex(8)}"  # the servers of a process share their state
         self.client().create_bucket(Bucket=name)
         return name
 

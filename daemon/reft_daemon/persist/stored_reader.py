@@ -155,7 +155,8 @@ class StoredReader:
     async def open(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:
         """Opens files of a checkpoint, in place of those that are open for the job.
 
-        Returns after HOLD_S at the latest, perhaps with `opening`. The same request again waits on.
+        With `asks_again` it returns after HOLD_S at the latest, perhaps with `opening`. The same
+        request again waits on.
 
         Raises:
             ConfigError: this daemon has no storage.
@@ -167,7 +168,7 @@ class StoredReader:
             task = asyncio.ensure_future(self._open(request))
             opening = self._opening[request.job] = OpeningTask(request, task, time.monotonic())
         opening.asked_s = time.monotonic()
-        if not (await asyncio.wait({opening.task}, timeout=HOLD_S))[0]:
+        if not (await asyncio.wait({opening.task}, timeout=HOLD_S if request.asks_again else None))[0]:
             return pb.OpenStoredReply(opening=True, fetched_bytes=opening.fetched_bytes)
         if self._opening.get(request.job) is opening:
             del self._opening[request.job]

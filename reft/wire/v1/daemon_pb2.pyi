@@ -435,18 +435,20 @@ class StoredReply(_message.Message):
     def __init__(self, lineages: _Optional[_Iterable[_Union[StoredLineage, _Mapping]]] = ..., directory: _Optional[str] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., ranks: _Optional[_Iterable[int]] = ..., damage: _Optional[str] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class OpenStoredRequest(_message.Message):
-    __slots__ = ("job", "lineage", "name", "version", "ranks")
+    __slots__ = ("job", "lineage", "name", "version", "ranks", "asks_again")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    ASKS_AGAIN_FIELD_NUMBER: _ClassVar[int]
     job: str
     lineage: str
     name: str
     version: Version
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., lineage: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    asks_again: bool
+    def __init__(self, job: _Optional[str] = ..., lineage: _Optional[str] = ..., name: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[int]] = ..., asks_again: bool = ...) -> None: ...
 
 class OpenStoredReply(_message.Message):
     __slots__ = ("damage", "opening", "fetched_bytes")

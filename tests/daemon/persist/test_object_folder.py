@@ -400,3 +400,23 @@ def test_ended_lineage_is_marked(bucket: str, slots: list[Slot]) -> None:
     store.end(LINEAGE)
     store.end(LINEAGE)
     assert store.lineage(LINEAGE).has_ended
+
+
+def test_memory_of_a_block_may_be_used_again_at_once(server: ObjectServer, bucket: str) -> None:
+    block = bytearray(b"a" * 1000)
+    file = open_root(f"s3://{bucket}/prefix").create("name")
+    for number, letter in enumerate(b"abc"):
+        block[:] = bytes([letter]) * 1000
+        file.write(memoryview(block), 1000 * number)
+    block[:] = bytes(1000)
+    file.complete(3000)
+    body = server.client().get_object(Bucket=bucket, Key="prefix/name")["Body"].read()
+    assert body == b"a" * 1000 + b"b" * 1000 + b"c" * 1000
+
+
+def test_bytes_that_come_too_late_are_refused(bucket: str) -> None:
+    file = open_root(f"s3://{bucket}/prefix").create("name")
+    file.write(memoryview(b"12345"), 100)
+    with pytest.raises(OSError, match="come after those at 105"):
+        file.write(memoryview(b"1"), 104)
+    file.abandon()

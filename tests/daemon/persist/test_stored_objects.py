@@ -98,6 +98,18 @@ def test_answer_comes_before_all_is_fetched(
     reading(storage, act)
 
 
+def test_old_trainer_gets_its_answer_once_all_is_fetched(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_reader, "HOLD_S", 0.0)
+
+    async def act(reader: StoredReader, memory: Any) -> None:
+        once = request(0, 3)
+        once.asks_again = False
+        reply = await reader.open(once)
+        assert not reply.opening and not reply.damage and len(reader.opened["run"]) == 2
+
+    reading(storage, act)
+
+
 def test_fetch_that_nobody_asks_for_ends(server: ObjectServer, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     server.check = Refusal(-1, lambda request: request.key.endswith("rank-3.slot") and request.method == "GET")
 

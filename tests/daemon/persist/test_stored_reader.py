@@ -50,7 +50,7 @@ def reading(storage: Path | None, act: Callable[[StoredReader], Awaitable[Any]])
 
 def request(*ranks: int, version: Version = VERSION) -> pb.OpenStoredRequest:
     return pb.OpenStoredRequest(
-        job="run", lineage=LINEAGE, name=NAME, version=messages.version_to(version), ranks=ranks
+        job="run", lineage=LINEAGE, name=NAME, version=messages.version_to(version), ranks=ranks, asks_again=True
     )
 
 
