@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -113,7 +114,8 @@ def test_parity_is_not_sent(server: ObjectServer, bucket: str, slots: list[Slot]
     assert sizes == {GEOMETRY.data_offset + 2 * 4096 + 4096 + 100}
 
 
-def test_large_file_is_sent_and_fetched_in_parts(server: ObjectServer, bucket: str) -> None:
+def large_slot() -> tuple[SlotSource, Geometry]:
+    """Returns a sealed slot with 27 MiB for storage, in a memfd, and its geometry."""
     size = 1 << 20
     geometry = Geometry(256, 40 * size, size)
     ranges = (SlotRange(0, 17 * size), SlotRange(30 * size, 1 << 60))
@@ -125,6 +127,12 @@ def test_large_file_is_sent_and_fetched_in_parts(server: ObjectServer, bucket: s
     slot.put_capsule(b"capsule")
     slot.landed()
     slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+    return source, geometry
+
+
+def test_large_file_is_sent_and_fetched_in_parts(server: ObjectServer, bucket: str) -> None:
+    source, geometry = large_slot()
+    ranges, size = source.ranges, geometry.chunk_bytes
     store = _store(bucket)
     store.put_decision(LINEAGE, DECISION)
     store.commit(_manifest([_drain(store.write_node(LINEAGE, VERSION, 0, 0, [source]))]), DECISION)
@@ -248,6 +256,28 @@ def test_store_that_hangs_is_an_error(
         _store(bucket).lineages()
     with pytest.raises(OSError, match="s3://"):
         _drain(_store(bucket).write_node(LINEAGE, VERSION, 0, 0, [slots[0].source]))
+
+
+def test_store_that_is_down_is_an_error(bucket: str, slots: list[Slot], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _store(bucket)
+    _persist(store, slots)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        down = _store(bucket)
+    for act in (
+        down.lineages,
+        lambda: down.put_decision(LINEAGE, DECISION),
+        lambda: _drain(down.write_node(LINEAGE, NEWER, 0, 0, [slots[0].source])),
+        lambda: down.commit(_manifest([], NEWER), DECISION),
+        lambda: down.prune(LINEAGE, DECISION, RetentionSettings(1)),
+        lambda: down.end(LINEAGE),
+    ):
+        with pytest.raises(OSError) as error:
+            act()
+        assert error.value.errno == errno.EIO
+    _check_complete(bucket, slots)
 
 
 def test_failed_upload_is_aborted_and_shows_nothing(

@@ -19,6 +19,7 @@ from reft_daemon.persist.persister import Persister
 from reft_daemon.persist.storage_root import open_root
 from reft_daemon.persist.stored_reader import PENDING_S, StoredReader
 from tests.daemon.persist.test_checkpoint_store import GEOMETRY, LINEAGE, VERSION, Slot, _persist
+from tests.daemon.persist.test_object_folder import large_slot
 from tests.daemon.persist.test_stored_reader import NAME, request
 from tests.support.objects import ENVIRONMENT, ObjectServer, Refusal, RequestCheck, object_server
 
@@ -31,7 +32,7 @@ def running() -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def server(running: ObjectServer) -> Iterator[ObjectServer]:
-    running.check = RequestCheck()
+    running.check, running.requests = RequestCheck(), []
     running.released.clear()
     yield running
     running.released.set()
@@ -125,6 +126,36 @@ def test_fetch_that_nobody_asks_for_ends(server: ObjectServer, storage: str, mon
         assert task.cancelled() and not reader.opened
 
     reading(storage, act)
+
+
+def test_killed_in_an_upload_nothing_is_visible(server: ObjectServer) -> None:
+    """The next attempt is whole."""
+    bucket, (source, _) = server.new_bucket(), large_slot()
+    server.check = Refusal(-1, lambda request: "partNumber=3" in request.query)
+
+    async def run() -> None:
+        persister = Persister(f"s3://{bucket}")
+
+        def write(attempt: int) -> asyncio.Task[str]:
+            work = persister.write("run", LINEAGE, VERSION, (0, attempt), [source], lambda nbytes: None)
+            return asyncio.ensure_future(work)
+
+        task = write(0)
+        while not any("partNumber=3" in request.query for request in server.requests):
+            await asyncio.sleep(0)
+            assert not task.done()
+        (await persister.child.ensure()).process.kill()
+        with pytest.raises(AttachError):
+            await task
+        server.check = RequestCheck()
+        server.released.set()
+        assert server.keys(bucket) == []
+        await write(1)
+        persister.close()
+
+    asyncio.run(run())
+    os.close(source.descriptor)
+    assert [key.rpartition("/")[2] for key in server.keys(bucket)] == ["index.json", "rank-0.slot"]
 
 
 def test_missing_object_is_damage(server: ObjectServer, storage: str) -> None:
