@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from reft.cli.demo.cluster import free_port
@@ -18,7 +19,7 @@ from tests.support.daemons import DaemonProcess, Site, until, vanish
 from tests.support.recomputed_copies import CASES, DRIFTING, MARKS, work
 
 WORLD = 2
-pytestmark = pytest.mark.timeout(300)  # a start of all ranks may take a minute where the cores are shared
+pytestmark = pytest.mark.timeout(600)  # a start of all ranks may take a minute where the cores are shared
 
 
 def start(nodes: Sequence[DaemonProcess], out: Path, *settings: Any) -> list[multiprocessing.process.BaseProcess]:
@@ -71,6 +72,27 @@ def test_a_lost_node_comes_back_from_recomputed_copies(case, site: Site, tmp_pat
     for rank in range(WORLD):
         assert results[rank][case]["restored"] == "peers" and len(results[rank][case]["turns"]) == MARKS - 4
         assert results[rank][case]["state"] == plain[rank][case]["state"]
+
+
+def test_a_killed_replayer_and_a_restarted_daemon_cost_bytes_at_most(site: Site, tmp_path):
+    """Between two turns of a job: later steps are recomputed again, with the owners' digests."""
+    nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(WORLD)]
+    plain = finish(start(nodes, tmp_path / "plain", ["adam-l2"], "plain"), tmp_path / "plain")
+    ranks = start(nodes, tmp_path / "run", ["adam-l2"], "job", 3)
+    paused = [tmp_path / "run" / f"{rank}.paused" for rank in range(WORLD)]
+    until(lambda: all(path.exists() for path in paused), 200, "step 3 is protected")
+    children = psutil.Process(nodes[0].process.pid).children()
+    (replayer,) = [child for child in children if "reft_replayer" in child.cmdline()]
+    replayer.kill()
+    nodes[1].kill()
+    nodes[1].start()
+    (tmp_path / "run" / "go").touch()
+    results = finish(ranks, tmp_path / "run")
+    for rank, node in enumerate(nodes):
+        turns = results[rank]["adam-l2"]["turns"]
+        assert turns[-1] == "" and results[rank]["adam-l2"]["state"] == plain[rank]["adam-l2"]["state"], turns
+        (replay,) = node.status("job").exchange.replays
+        assert (replay.reason, replay.verified) == ("", MARKS)
 
 
 def test_auto_recomputes_copies_and_judges_them(site: Site, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from reft.core.commit.decision import Decision
+from reft.core.commit.replay_trials import FAILURES_MAX, JUDGED_TURNS
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.wire import messages
@@ -26,11 +27,13 @@ from reft_daemon.arena.arena import Arena
 from reft_daemon.jobs import epochs, gradient_records, leasing, parity, rounds, slot_reads
 from reft_daemon.jobs.capsule_replication import node_placement
 from reft_daemon.jobs.changes import ChangeQueue
+from reft_daemon.jobs.inventory import fill_inventory
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.mover.mover import Mover, MoverSettings
 from reft_daemon.peers import replay_service
 from reft_daemon.peers.replay_order import CannotReplay, replay_inputs
 from reft_daemon.peers.turns import TurnService
+from reft_daemon.server.local_socket import _report_reply
 from tests.support.exchange import CHUNK, SLOTS, leaf
 from tests.support.jobs import epoch_of
 from tests.support.manifests import described
@@ -316,5 +319,92 @@ def test_after_an_attach_the_copies_of_the_base_are_the_first_base(play):
         await nodes.attach(2, base)
         assert reasons(await nodes.step(2)) == [""] * COUNT
         assert nodes.moved_bytes == anchor
+
+    play(act)
+
+
+def damage(nodes: ReplayNodes) -> None:
+    """Changes a byte of the newest record of node 0."""
+    nodes.jobs[0].slots.records[f"record-0.slot-{nodes.mark % RECORDS}"].map.data[4002] ^= 1
+
+
+def test_copies_that_auto_has_chosen_are_judged_after_their_first_turns(play):
+    async def act(nodes: ReplayNodes) -> None:
+        nodes.manifest.choice = "copies."
+        await nodes.attach()
+        await nodes.step()
+        for _ in range(JUDGED_TURNS - 1):
+            lanes = await nodes.step()
+        assert [lane.verdict for lane in lanes] == [""] * COUNT, "the first turn has no copies to begin with"
+        lanes = await nodes.step()
+        good = f"recomputed: {JUDGED_TURNS} of {JUDGED_TURNS} turns were verified"
+        assert all(lane.verdict.startswith(good) for lane in lanes)
+        assert [job.record.not_recomputed for job in nodes.jobs] == [""] * COUNT
+        assert reasons(await nodes.step()) == [""] * COUNT
+
+    play(act)
+
+
+def test_copies_that_auto_has_chosen_are_given_up_if_they_differ(play):
+    """On the node where they differ, for all later epochs; a user who asks for them gets them."""
+
+    async def act(nodes: ReplayNodes) -> None:
+        nodes.manifest.choice = "copies."
+        await nodes.attach()
+        await nodes.step()
+        for _ in range(FAILURES_MAX):
+            assert not gradient_records.given_up(nodes.jobs[0])
+            nodes.train()
+            damage(nodes)
+            nodes.snapshot()
+            lanes = await nodes.turn()
+        assert lanes[0].verdict.startswith("given up: recomputing failed again and again: ")
+        assert _report_reply(nodes.jobs[0], 0, nodes.jobs[0].round.outcome).records_over
+        assert not _report_reply(nodes.jobs[1], 1, nodes.jobs[1].round.outcome).records_over
+        lanes = await nodes.step()
+        assert lanes[0].reason in lanes[0].verdict and reasons(lanes)[1:] == ["", ""]
+        reply = pb.InventoryReply()
+        fill_inventory(reply, nodes.jobs[0])
+        assert reply.not_recomputed == lanes[0].reason and "has changed in memory" in reply.not_recomputed
+
+        nodes.services[0]._replays._lanes.clear()  # as in a restarted daemon
+        for counter, choice in ((2, "copies."), (3, "")):
+            nodes.manifest.choice = choice
+            base = Version(nodes.jobs[0].epoch, nodes.mark)
+            for job, service in zip(nodes.jobs, nodes.services, strict=True):
+                await service.hold(job)
+            await nodes.attach(counter, base)
+            lanes = await nodes.step()
+            assert bool(lanes[0].reason) == bool(choice) and reasons(lanes)[1:] == ["", ""]
+
+    play(act)
+
+
+def test_a_node_without_room_for_copies_has_none_of_this_step_and_recomputes_the_next(play, monkeypatch):
+    unguarded: list[str] = []
+    monkeypatch.setattr(rounds, "note_unguarded", lambda job, lanes: unguarded.extend(each.words for each in lanes))
+
+    async def act(nodes: ReplayNodes) -> None:
+        await nodes.attach()
+        await nodes.step()
+        await nodes.step()
+        job = nodes.jobs[0]
+        (older,) = [name for name, slot in job.slots.parity.items() if slot.map.header.version.step < nodes.mark]
+        job.arena.free(job.slots.parity.pop(older))
+        nodes.train()
+        nodes.snapshot()
+        job.arena.budget_bytes = 1
+        nodes.pin(0, whole=nodes.mark, turn=nodes.mark, attempt=nodes.mark)
+        while tasks := nodes.services[0]._tasks:
+            await asyncio.wait(tasks)
+        assert len(unguarded) == 1 and "--memory" in unguarded[0]
+        local = parity.local_lanes(job)[0]
+        assert parity.sealed_parity(job, local, Version(job.epoch, nodes.mark)) is None
+        assert parity.sealed_parity(job, local, Version(job.epoch, nodes.mark - 1)) is not None
+        nodes.pin(0, turn=-1)
+
+        job.arena.budget_bytes = 0
+        lanes = await nodes.step()
+        assert reasons(lanes) == [""] * COUNT and lanes[0].marks == 2
 
     play(act)
