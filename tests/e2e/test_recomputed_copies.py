@@ -13,6 +13,7 @@ import pytest
 
 from reft.cli.demo.cluster import free_port
 from reft.core.coding.copy_choice import COPIES
+from reft.core.commit.gradient_records import record_slots
 from reft.core.commit.replay_trials import JUDGED_TURNS
 from tests.support import trainers
 from tests.support.daemons import DaemonProcess, Site, until, vanish
@@ -107,6 +108,21 @@ def test_auto_recomputes_copies_and_judges_them(site: Site, tmp_path):
         assert exchange.replays[0].verdict.startswith(
             f"recomputed: {JUDGED_TURNS} of {JUDGED_TURNS} turns were verified"
         )
+
+
+def test_auto_keeps_parity_where_copies_and_records_do_not_fit(site: Site, tmp_path):
+    """A node with a byte less than copies would take, beside one with all memory."""
+    nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(WORLD)]
+    finish(start(nodes, tmp_path / "copies", ["adamw"], "job", 0, "auto", 2), tmp_path / "copies")
+    names = [f"{kind}-0.slot-{i}" for kind in ("rank", "parity", "record") for i in range(record_slots(1))]
+    files = [nodes[0].folder / "job" / name for name in names]
+    need = sum(path.stat().st_size for path in files if path.exists())
+    cramped = [site.add(1, "--node", "cramped", "--memory", str(need - 1))[0], nodes[1]]
+    results = finish(start(cramped, tmp_path / "parity", ["adamw"], "other", 0, "auto", 2), tmp_path / "parity")
+    exchange = cramped[0].status("other").exchange
+    assert exchange.choice.startswith("parity: slots, copies and gradient records need "), exchange.choice
+    assert "on node cramped" in exchange.choice and exchange.protected == 2 and not exchange.replays
+    assert [result["adamw"]["records"] for result in results] == [0] * WORLD
 
 
 def test_auto_gives_up_copies_that_differ_and_remembers(site: Site, tmp_path):

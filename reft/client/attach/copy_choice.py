@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Description, Introduction
 from reft.client.attach.plan import place, slots_of
 from reft.client.attach.records import plan_of
 from reft.client.link.exchange import gather
-from reft.client.link.slots import slot_bytes
+from reft.client.link.slots import capacities
 from reft.client.state.extract import recomputable
 from reft.core.coding.copy_choice import CopyReport, choose_copies
+from reft.core.coding.exchange import PARITY_BUFFERS
 from reft.core.coding.placement import Placement
 from reft.core.commit.gradient_records import record_slots
 from reft.errors import UnsupportedState
 from reft.wire.inventory import JobSurvey
+from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -82,17 +86,21 @@ def report(context: AttachContext, introduction: Introduction, placement: Placem
         placement: the placement with copies.
         slots: the number of slots of this rank.
     """
-    rank, tracked = context.rank, introduction.state.tracked
-    own = placement.rank_placement(rank)
-    nbytes = slots * slot_bytes(own.unplanned_offset, len(introduction.state.table))
-    nbytes += placement.parity_buffers_bytes([rank])
-    if placement.guard_lane_of(rank) is None:
+    rank, state, chunk_bytes = context.rank, introduction.state, placement.chunk_bytes
+    own, lane = placement.rank_placement(rank), placement.guard_lane_of(rank)
+    data_bytes, table_bytes = capacities(own.unplanned_offset, len(state.table))
+    nbytes = slots * Geometry(table_bytes, data_bytes, chunk_bytes).file_bytes
+    if lane is None:
         return CopyReport("", nbytes)
+    nbytes += PARITY_BUFFERS * Geometry(0, placement.guard_lanes[lane[0]].parity_bytes, chunk_bytes).file_bytes
     try:
-        recomputable.check_optimizers(tracked.items())
-        recomputable.check_section(own.unreplicated.leaves, tracked.items())
-        plan = plan_of(placement, rank, tracked)
+        recomputable.check_optimizers(state.tracked.items())
+        recomputable.check_section(own.unreplicated.leaves, state.tracked.items())
+        recomputable.check_threads(own.unreplicated.leaves, state.tracked.items(), torch.get_num_threads())
+        plan = plan_of(placement, rank, state.tracked)
     except UnsupportedState as error:
         return CopyReport(error.message, nbytes)
-    records = record_slots(context.request.every) * plan.layout.data_bytes if plan is not None else 0
-    return CopyReport("", nbytes + records)
+    if plan is not None:
+        records = Geometry(0, plan.layout.data_bytes, chunk_bytes).file_bytes
+        nbytes += record_slots(context.request.every) * records
+    return CopyReport("", nbytes)

@@ -74,7 +74,7 @@ class SlotLeases:
         Raises:
             NoRoom: the slots don't fit into memory.
         """
-        return self._lease(*_capacities(data_bytes, table_bytes), [])
+        return self._lease(*capacities(data_bytes, table_bytes), [])
 
     def lease_further(self, mapped: Sequence[MappedSlot]) -> list[MappedSlot]:
         """Returns the slots that are missing beside the mapped ones, as large as these.
@@ -205,13 +205,9 @@ class SlotLeases:
         return rpc.call(self.address, method, request, deadline_s)
 
 
-def _capacities(data_bytes: int, table_bytes: int) -> tuple[int, int]:
+def capacities(data_bytes: int, table_bytes: int) -> tuple[int, int]:
+    """Returns the bytes of data and of the table for which `SlotLeases.lease` asks."""
     return align(data_bytes + SPARE_DATA, PAGE), align(table_bytes + SPARE_TABLE, PAGE)
-
-
-def slot_bytes(data_bytes: int, table_bytes: int) -> int:
-    """Returns about how many bytes a slot takes that `SlotLeases.lease` asks for."""
-    return sum(_capacities(data_bytes, table_bytes))
 
 
 log = logging.getLogger("reft")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from reft.client.attach.arguments import AttachArguments
-from reft.client.state.extract.recomputable import check_section
+from reft.client.state.extract.recomputable import check_section, check_threads
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf
 from reft.errors import ConfigError, UnsupportedState
@@ -90,3 +90,25 @@ def test_a_section_holds_moments_of_zero_alone():
             check_section([leaf(f"optimizer.1.{moments[0]}"), leaf(other)], objects)
     with pytest.raises(UnsupportedState, match=r"model\.0\.weight and 4 more leaves; with"):
         check_section(map(leaf, others), objects)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype", "threads", "is_refused"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, "bfloat16", 2, True),
+        (torch.optim.Adam, {"weight_decay": 0.1}, "bfloat16", 2, True),
+        (torch.optim.Adam, {}, "bfloat16", 2, False),
+        (torch.optim.AdamW, {"weight_decay": 0.1}, "bfloat16", 2, False),
+        (torch.optim.SGD, {"momentum": 0.9}, "bfloat16", 1, False),
+        (torch.optim.SGD, {"momentum": 0.9}, "float32", 2, False),
+    ],
+)
+def test_bits_that_depend_on_threads_are_refused(kind, options, dtype, threads, is_refused):
+    objects = list(tracked(sharded(kind, **options)).items())
+    leaf = Leaf("optimizer.0.moment.weight", dtype, (4, 3), (3, 1), 24, False, (4, 3), (0, 0))
+    try:
+        check_threads([leaf], objects, threads)
+    except UnsupportedState as error:
+        assert is_refused and "of bfloat16" in error.message
+    else:
+        assert not is_refused

@@ -18,6 +18,7 @@ from reft.client.state.extract.zero_redundancy import ZeroRedundancyExtractor
 from reft.core.layout.layout import Leaf
 from reft.core.text import more
 from reft.errors import UnsupportedState
+from reft.replay.fold import reads_parameter
 
 REMEDY = "protect='auto', which exchanges parity of any state"
 ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -72,6 +73,31 @@ def check_section(leaves: Iterable[Leaf], objects: Iterable[tuple[str, Any, Extr
             "moments alone, which other nodes compute from gradients.",
             REMEDY,
         )
+
+
+def check_threads(leaves: Iterable[Leaf], objects: Iterable[tuple[str, Any, Extractor]], threads: int) -> None:
+    """Refuses moments that other nodes compute with other bits: their replayer has one thread.
+
+    Args:
+        leaves: the unreplicated leaves of this rank.
+        objects: prefix, object and extractor of all that attach was given.
+        threads: number of threads that this process computes with.
+
+    Raises:
+        UnsupportedState: names the first such leaf; see `reft.replay.fold`.
+    """
+    narrow = tuple(
+        f"{prefix}."
+        for prefix, inner in _sharded(objects).items()
+        if isinstance(inner, torch.optim.SGD)
+        or any(reads_parameter(type(inner).__name__, group) for group in inner.param_groups)
+    )
+    for leaf in leaves if threads > 1 else ():
+        if leaf.dtype == "bfloat16" and leaf.name.startswith(narrow):
+            raise UnsupportedState(
+                f"{leaf.name} is of bfloat16, and its bits depend on the {threads} threads of this rank; a replayer has one.",
+                "OMP_NUM_THREADS=1",
+            )
 
 
 def _sharded(objects: Iterable[tuple[str, Any, Extractor]]) -> dict[str, torch.optim.Optimizer]:
