@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,16 @@ def test_a_replay_that_differs_is_refused_and_the_protected_step_taken(site: Sit
     check(finish(again, tmp_path / "again"), plain, case, P)
     log = log_of(tmp_path / "again")
     assert f"step {W} (epoch 1) can't be replayed: the recomputed state of rank 1 differs from the owner's" in log
+
+
+@pytest.mark.chaos
+def test_a_second_failure_before_a_step_is_whole_replays_once_more(site: Site, tmp_path):
+    """All trainers end before they have saved what the lost rank has replayed."""
+    case = "sgd"
+    plain = finish(start(site.add(WORLD), tmp_path / "plain", [case], "plain"), tmp_path / "plain")
+    nodes = lose_a_node(case, site, tmp_path / "lost")
+    for process in start(nodes, tmp_path / "killed", [case], "job", 0, "aor", MARKS, 99, "snapshot.begin:kill"):
+        process.join(200)
+        assert process.exitcode == -signal.SIGKILL
+    assert "is replayed from copies" in log_of(tmp_path / "killed")
+    check(finish(start(nodes, tmp_path / "again", [case], "job"), tmp_path / "again"), plain, case, W)
