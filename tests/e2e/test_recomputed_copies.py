@@ -28,7 +28,7 @@ def start(nodes: Sequence[DaemonProcess], out: Path, *settings: Any) -> list[mul
     port, processes = free_port(), []
     out.mkdir()
     for rank, node in enumerate(nodes):
-        arguments = (rank, WORLD, port, node.address, str(out), *settings)
+        arguments = (rank, len(nodes), port, node.address, str(out), *settings)
         processes.append(trainers.FORKS.Process(target=work, args=arguments, daemon=True))
         processes[-1].start()
     return processes
@@ -39,7 +39,7 @@ def finish(processes: Sequence[multiprocessing.process.BaseProcess], out: Path) 
     for process in processes:
         process.join(200)
         process.kill()
-    results = [json.loads((out / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    results = [json.loads((out / f"{rank}.json").read_text()) for rank in range(len(processes))]
     assert not [result["error"] for result in results if "error" in result], results
     return results
 

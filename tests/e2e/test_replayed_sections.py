@@ -86,3 +86,16 @@ def test_a_second_failure_before_a_step_is_whole_replays_once_more(site: Site, t
         assert process.exitcode == -signal.SIGKILL
     assert "is replayed from copies" in log_of(tmp_path / "killed")
     check(finish(start(nodes, tmp_path / "again", [case], "job"), tmp_path / "again"), plain, case, W)
+
+
+@pytest.mark.chaos
+def test_a_smaller_job_gets_what_the_lost_rank_had(site: Site, tmp_path):
+    """Nobody restarts the lost rank: the one that is left replays the part, and takes it."""
+    case = "adam-l2"
+    plain = finish(start(site.add(WORLD), tmp_path / "plain", [case], "plain", 0, "aor", W), tmp_path / "plain")
+    nodes = lose_a_node(case, site, tmp_path / "lost")
+    ranks = start(nodes[:1], tmp_path / "again", [case], "job", 0, "aor", W)
+    (result,) = finish(ranks, tmp_path / "again")
+    assert (result[case]["first"], result[case]["restored"]) == (W, "peers")
+    assert result[case]["moments"] == {**plain[0][case]["moments"], **plain[1][case]["moments"]}
+    assert "is replayed from copies" in log_of(tmp_path / "again")
