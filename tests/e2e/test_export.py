@@ -47,7 +47,7 @@ def export(node: DaemonProcess | None, what: str, to: Path, *more: str, fails: b
 
 
 @pytest.mark.parametrize(
-    ("kind", "world"), [("fsdp2", 4), ("hsdp2x2", 4), ("tp2xdp2", 4), ("pp2", 2), ("ddp", 2), ("ddp", 1)]
+    ("kind", "world"), [("fsdp2", 4), ("hsdp2x2", 4), ("tp2xdp2", 4), ("pp2", 2), ("ddp", 2), ("ddp", 1), ("fsdp1", 2)]
 )
 def test_whole_tensors_come_from_any_sharding(site: Site, tmp_path: Path, kind: str, world: int) -> None:
     nodes = site.add(world)

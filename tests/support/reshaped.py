@@ -85,6 +85,8 @@ def build(kind: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Opti
         _shard(model, kind, world)
     elif kind.startswith("tp"):
         _tensor_parallel(model, kind)
+    elif kind == "fsdp1":
+        model = _flat(model)
     weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
@@ -102,6 +104,12 @@ def _shard(model: nn.Module, kind: str, world: int) -> None:
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def _flat(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
 
 
 def _tensor_parallel(model: nn.Module, kind: str) -> None:

@@ -61,6 +61,7 @@ def partitioned(model: nn.Module, world: int, rank: int) -> Any:
             )
             parameter.ds_tensor = padded[size * rank : size * (rank + 1)].bfloat16()
             parameter.ds_tensor.ds_numel, parameter.ds_numel = size, parameter.numel()
+            parameter.ds_shape = parameter.shape
             parameter.ds_zero_partition_rank = rank
             parameter.data = torch.empty(0)
         groups.append([*part.parameters()])
