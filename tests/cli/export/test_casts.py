@@ -41,3 +41,10 @@ def test_short_names() -> None:
     assert [NAMES[name] for name in ("bf16", "fp16", "fp32", "float64")] == [
         "bfloat16", "float16", "float32", "float64",
     ]  # fmt: skip
+
+
+def test_nan_of_any_bits_stays_one() -> None:
+    """Rounded like a number, the first becomes infinite and the last zero."""
+    bits = np.array([0x7F800001, 0x7FC00000, 0xFF800001, 0xFFFFFFFF], "<u4")
+    done = cast(bits.view(np.uint8), "float32", "bfloat16")
+    assert torch.frombuffer(bytearray(done), dtype=torch.bfloat16).isnan().all()
