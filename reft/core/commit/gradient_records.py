@@ -153,7 +153,7 @@ def needed_after(pins: Pins, sealed: Collection[int], mark: int) -> int:
 def usable_record_slots(
     slots: Sequence[Slot], epoch: Epoch, mark: int, pins: Pins, replayed: Collection[Version] = ()
 ) -> list[Slot]:
-    """Returns the slots that the record of a mark may be written to, the best first.
+    """Returns the slots for the record of a mark, the best first.
 
     Without one the mark is a gap.
 
