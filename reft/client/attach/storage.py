@@ -88,7 +88,6 @@ class StorageReader:
             name=str(CheckpointName.of(version)),
             version=messages.version_to(version),
             ranks=shares.get(self.introduction.node.id, ()),
-            asks_again=True,
         )
 
         def call() -> RankMessage:
@@ -156,9 +155,10 @@ def refuse_unopened(job: str, survey: JobSurvey, version: Version, attempt: Atta
     """
     base = survey.plan(attempt.erased).base
     if base is None or base.is_older_than(version):
+        ranks = sorted({slot.rank for slot in survey.held if slot.version == version})
         raise RestoreError(
-            f"the checkpoint of {version} of job {job} was opened, and now not all of its ranks can be read: "
-            f"{survey.holdings(job, attempt.erased).reason}",
+            f"the checkpoint of {version} of job {job} was opened, and now it can't be restored: the ranks whose files are "
+            f"open are {', '.join(map(str, ranks[:64])) or 'none'}.",
             "start the job again; if that fails too, look at the storage by reft-cli verify",
         )
 
