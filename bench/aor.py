@@ -49,7 +49,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 ALONE, NONE, EXCHANGE, AOR = MODES = ("alone", "none", "exchange", "aor")
-PROTECT = {NONE: "none", EXCHANGE: "auto", AOR: "aor"}
+PROTECT = {NONE: "none", EXCHANGE: "aec", AOR: "aor"}
 JOB = "bench-aor"
 GOAL = 1.02
 WIDTH = 1024
