@@ -49,8 +49,10 @@ def choose(
     Raises:
         AttachError: a rank could not take part.
     """
+    if context.request.protect != "auto":
+        return description
     unreplicated = description.division.unreplicated.values()
-    if context.request.protect != "auto" or not (mismatched or any(layout.leaves for layout in unreplicated)):
+    if not mismatched and not any(layout.leaves for layout in unreplicated):
         return description
     manifest = pb.Manifest()
     manifest.CopyFrom(description.manifest)

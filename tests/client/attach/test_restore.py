@@ -84,7 +84,7 @@ def test_after_damage_the_registration_ends_once(capsys):
     leases = FakeLeases()
     plan = planned("ab")
     with registration(RankGroup(1.0), leases):
-        give_up(context(), plan, leases, [1])
+        give_up(context(), plan, leases, RestoreResult((1,)))
     assert leases.acts == ["register", "refuse"]
     assert f"{plan.base} of rank 1 is damaged" in capsys.readouterr().err
 

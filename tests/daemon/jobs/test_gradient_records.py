@@ -58,8 +58,8 @@ def test_record_slots_of_another_size_are_made_anew(daemon, trainer):
     assert sorted(path.name for path in (daemon.folder / "job").glob("record-*")) == sorted(larger)
 
 
-def test_no_inventory_and_no_reader_sees_records(daemon, trainer):
-    """A record is sealed under (epoch, mark), as a snapshot is, but it is not the rank's state."""
+def test_records_are_no_state_of_their_rank_but_replays_read_them(daemon, trainer):
+    """A record is sealed under (epoch, mark), as a snapshot is."""
     job = Job([(daemon, [0])]).decide()
     slots, names = job.lease(0, trainer.pid), job.lease(0, trainer.pid, **RECORDS)
     seal(job.maps(0, names)[0], job, 7)
@@ -67,9 +67,11 @@ def test_no_inventory_and_no_reader_sees_records(daemon, trainer):
     status = daemon.status("job")
     assert status.whole == -1 and not status.ranks[0].HasField("sealed")
     read = pb.ReadRequest(job="job", slot=names[0], version=messages.version_to(job.version(7)), size=CHUNK)
-    with refused(Code.NOT_FOUND):
-        with rpc.channel(daemon.address) as channel:
-            list(pb_grpc.DaemonStub(channel).Read(read, timeout=10))
+    with rpc.channel(daemon.address) as channel:
+        chunks = list(pb_grpc.DaemonStub(channel).Read(read, timeout=10))
+    assert sum(len(each.data) for each in chunks) == CHUNK
+    records = daemon.call("Inventory", pb.InventoryRequest(job="job")).records
+    assert {each.slot: each.version for each in records if each.HasField("version")} == {names[0]: read.version}
     trainer.kill()
     until(lambda: not daemon.status("job").ranks[0].alive, what="the news of the trainer's death")
     assert set(job.headers()) == set(slots) and daemon.status("job").whole == -1
