@@ -54,6 +54,7 @@ def trainer_in(container: subprocess.Popen[str]) -> int:
     return int(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_job_survives_a_killed_rank_and_a_replaced_container(daemon):
     plain = run(daemon, *TORCHRUN, REFT_JOB="plain")

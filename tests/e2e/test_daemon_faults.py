@@ -150,6 +150,7 @@ def test_slots_stay_while_messages_of_the_round_are_lost(pair, undisturbed):
         assert result["longest_step_s"] < WAIT_S
 
 
+@pytest.mark.slow
 def test_steps_become_whole_again_after_a_daemon_was_stopped_many_times(pair):
     """A daemon that runs briefly hears only some messages, and late.
 

@@ -96,6 +96,7 @@ def test_the_slurm_script_trains_and_leaves_nothing_behind(slurm, script, code, 
     assert not list(folder.glob("arena-*")), "daemons free their memory"
 
 
+@pytest.mark.slow
 def test_a_requeued_slurm_job_goes_on_from_storage(slurm, tmp_path):
     """Daemons that get SIGTERM flush, also with --purge; the requeued job keeps its number."""
     slurm |= {"NODES": "127.0.0.2", "SLURM_NNODES": "1", "TRAINING_NODES": "1"}

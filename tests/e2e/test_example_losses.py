@@ -195,7 +195,13 @@ def assert_went_on(result: TrainingResult, wholes: list[int], plain: TrainingRes
     assert all(any(name.startswith("optimizer ") for name in digests) for digests in result.digests.values())
 
 
-@each_example
+LONGEST = ("zero1", "tensor_pipeline_3d")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each.name in LONGEST), id=each.name) for each in EXAMPLES],
+)
 def test_an_example_survives_losses_bit_for_bit(example, plain, site, tmp_path):
     run = check(example, 0, plain(example), site, tmp_path)
     assert exposures(run.nodes[0]) == []

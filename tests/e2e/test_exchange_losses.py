@@ -101,6 +101,7 @@ def test_a_node_lost_before_a_step_is_protected_takes_the_job_back_to_the_guard(
     until(lambda: run.nodes[0].status("job").exchange.protected > guard, what="a protected step of the last epoch")
 
 
+@pytest.mark.slow
 def test_a_second_node_lost_before_a_step_is_protected_is_named_and_nothing_is_loaded(site, tmp_path):
     held_off = no_ticket("epoch=2")
     run = Run(FSDP2, tmp_path / "second", nodes_of(site, 0, 4, held_off))

@@ -362,7 +362,7 @@ def test_state_unknown_at_attach_is_protected_by_a_new_layout(site, plain):
     nodes[1] = site.add(1)[0]
     after = train(nodes, hidden=True, steps=SLOW["steps"])
     assert [each["from"] for each in after] == ["peers"] * 3 and after[0]["began"] == LATE
-    assert_equal(after, undisturbed)
+    assert_equal(after, undisturbed, seals_last=False)
 
 
 @pytest.mark.parametrize("lost", [[], [1]])

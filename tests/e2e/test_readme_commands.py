@@ -199,6 +199,7 @@ def test_a_benchmark_runs(command, reader):
     assert shown.returncode == 0, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", matching(PYTEST))
 def test_pytest_collects_tests_for_the_command(command, reader):
     """The tests themselves run in make test, make soak or make chaos."""

@@ -56,7 +56,7 @@ def test_copies_of_torchs_zero_are_recomputed_and_proved(site: Site, tmp_path):
             assert replay.cpu_s > 0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.slow] * (each != "adamw")) for each in CASES])
 def test_a_lost_node_comes_back_from_recomputed_copies(case, site: Site, tmp_path):
     nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(WORLD)]
     plain = finish(start(nodes, tmp_path / "plain", [case], "plain"), tmp_path / "plain")
@@ -110,6 +110,7 @@ def test_auto_recomputes_copies_and_judges_them(site: Site, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_auto_keeps_parity_where_copies_and_records_do_not_fit(site: Site, tmp_path):
     """A node with a byte less than copies would take, beside one with all memory."""
     nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(WORLD)]

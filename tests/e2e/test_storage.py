@@ -314,7 +314,7 @@ def test_torchrun_again_goes_on_from_storage(site: Site, storage: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert "job run1 GOES ON FROM STORAGE: step" in again.stderr
     result, expected = (json.loads(each.stdout.splitlines()[-1]) for each in (again, torchrun(plain)))
-    assert result["from"] == "storage" and result["began"] in (5, 6)
+    assert result["from"] == "storage" and 4 <= result["began"] <= 6
     assert result["digest"] == expected["digest"] and expected["began"] == 0
 
 
