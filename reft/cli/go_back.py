@@ -29,7 +29,7 @@ from reft.core.recovery.lineage import known_to, next_epoch
 from reft.core.text import counted
 from reft.errors import AttachError, ConfigError
 from reft.wire import messages
-from reft.wire.inventory import JobSurvey, StoredHistory
+from reft.wire.inventory import JobSurvey, StoredHistory, lineages_from
 from reft.wire.v1 import daemon_pb2 as pb
 
 STORED_S = 120.0
@@ -206,15 +206,7 @@ class GoBackCommand:
             reply: pb.StoredReply = ask(self.address, "Stored", pb.StoredRequest(job=self.job), STORED_S)
         except ConfigError:
             return None
-        return [
-            StoredLineage(
-                each.ident,
-                tuple(messages.decision_from(decision) for decision in each.decisions),
-                tuple(messages.version_from(checkpoint.version) for checkpoint in each.checkpoints),
-                each.has_ended,
-            )
-            for each in reply.lineages
-        ]
+        return lineages_from(reply)
 
 
 def _steps(versions: Iterable[Version]) -> str:

@@ -17,6 +17,7 @@ from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision
 from reft.core.commit.snapshot_interval import FailureHistory
 from reft.core.commit.version import Epoch, Version
+from reft.core.persist.stored_lineages import StoredLineage
 from reft.core.recovery import recovery
 from reft.core.recovery.holdings import Holdings, judge_holdings
 from reft.core.recovery.inventory import Inventory, KnownStep, ManifestFacts, ManifestNode, NodeInventory
@@ -274,3 +275,16 @@ class JobSurvey:
         Such nodes may still hold slots or capsules.
         """
         return [self.nodes[ident] for ident in self.inventory.absent_nodes({node.id for node in nodes})]
+
+
+def lineages_from(listing: pb.StoredReply) -> list[StoredLineage]:
+    """Returns what storage holds of a job."""
+    return [
+        StoredLineage(
+            each.ident,
+            tuple(messages.decision_from(decision) for decision in each.decisions),
+            tuple(messages.version_from(checkpoint.version) for checkpoint in each.checkpoints),
+            each.has_ended,
+        )
+        for each in listing.lineages
+    ]

@@ -27,7 +27,8 @@ def read_key(path: Path) -> bytes:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
                 raise ConfigError(
-                    f"--persist-key-file {path} is no file of user {os.getuid()}.", f"chown it; or {remedy}"
+                    f"--persist-key-file {path} does not belong to user {os.getuid()}, or is no regular file.",
+                    f"chown {os.getuid()} {path}; or {remedy}",
                 )
             if status.st_mode & 0o077:
                 raise ConfigError(

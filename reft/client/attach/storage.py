@@ -32,7 +32,7 @@ from reft.core.persist.stored_names import CheckpointName
 from reft.core.text import counted
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.wire import messages
-from reft.wire.inventory import JobSurvey, StoredHistory, facts_from
+from reft.wire.inventory import JobSurvey, StoredHistory, facts_from, lineages_from
 from reft.wire.v1 import daemon_pb2 as pb
 
 ANSWER_S = 120.0  # the daemon gives each question to its persister less than a minute
@@ -228,19 +228,6 @@ def lineage_in(job: str, listing: pb.StoredReply, memory: pb.Manifest | None, as
             f"unset REFT_LINEAGE; or reft-cli purge {job} to give up memory",
         )
     return lineage_of(job, lineages_from(listing), memory.lineage if memory is not None else "", asked)
-
-
-def lineages_from(listing: pb.StoredReply) -> list[StoredLineage]:
-    """Returns what storage holds of a job."""
-    return [
-        StoredLineage(
-            each.ident,
-            tuple(messages.decision_from(decision) for decision in each.decisions),
-            tuple(messages.version_from(checkpoint.version) for checkpoint in each.checkpoints),
-            each.has_ended,
-        )
-        for each in listing.lineages
-    ]
 
 
 def age_of(version: Version, listing: pb.StoredReply) -> float:

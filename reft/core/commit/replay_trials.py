@@ -5,10 +5,9 @@ recompute ── differs, FAILURES_MAX times in a row ──► 1, 2, 4, … tur
     │ └─ equal: forgets the failures                     ▼
     └──────────────────────────────────────── one more attempt; differs: twice as many turns
 
-Under protect="auto" nobody has asked for copies. There a `ReplayMeter` counts the first turns. The
-lane is left to the exchange for good if it fails FAILURES_MAX times in a row, if too few of these
-turns are recomputed, or if a replay needs more than a core or more time than there is between two
-whole steps.
+Under protect="auto" nobody has asked for copies, so a `ReplayMeter` counts the first turns. The
+exchange makes the lane for good in three cases: replays fail FAILURES_MAX times in a row; too few
+turns are recomputed; a replay needs more than a core, or more time than two whole steps are apart.
 """
 
 from __future__ import annotations

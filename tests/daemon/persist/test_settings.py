@@ -76,7 +76,7 @@ def test_key_is_looked_at_at_the_start(tmp_path):
 def test_key_of_another_user_is_refused(tmp_path, monkeypatch):
     path = key_file(tmp_path)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ConfigError, match="no file of user 12345"):
+    with pytest.raises(ConfigError, match="does not belong to user 12345"):
         persist_settings("/nfs", "0", 3, "0", False, "25s", path)
 
 
