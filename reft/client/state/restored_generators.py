@@ -1,0 +1,33 @@
+"""The restored states of the default generators, which are put back before the next step draws.
+
+    attach      restores the generators
+    then        the script may draw: `iter(loader)` draws a seed
+    put_back    restores them once more, before anything of the next step is drawn
+
+`put_back` is called by whatever comes first: the first `next()` of `session.steps`, or the first
+`next()` on an epoch of reft's loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reft.client.state import random_state
+
+
+class RestoredGenerators:
+    """Puts the generators of the restored mark back, once.
+
+    Args:
+        saved: the states, as a capsule holds them.
+    """
+
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        self._saved: Mapping[str, Any] | None = saved
+
+    def put_back(self) -> None:
+        """Restores the states at the first call; later calls do nothing."""
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            random_state.restore(saved)
