@@ -106,6 +106,8 @@ class Config:
             of that step ended before the next one.
         lineage: which lineage of the job on storage to go on with, 16 hex digits; empty: the only
             one. Needed once after two jobs of one name were started.
+        rehearse: where `reft-cli rehearse` wants this process recorded: the path without
+            .RANK.jsonl; empty: nothing is recorded.
     """
 
     mode: str = _setting("mode", "auto")
@@ -128,6 +130,7 @@ class Config:
     restore: str = _setting("restore", "auto")
     allow_pickled_extra_state: bool = _setting("allow_pickled_extra_state", False)
     lineage: str = _setting("lineage", "")
+    rehearse: str = _setting("rehearse", "")
 
     def __post_init__(self) -> None:
         if not self.runtime_dir:

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reft.client.schedule import hooks
 from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
@@ -33,6 +33,9 @@ from reft.core.commit.snapshot_interval import OverheadEstimate
 from reft.core.pipeline.pacing import Tier
 from reft.errors import ForkedSession, ReftError
 from reft.wire import timeline_socket
+
+if TYPE_CHECKING:
+    from reft.client.rehearsal.recorder import RehearsalRecorder
 
 log = logging.getLogger("reft")
 
@@ -50,17 +53,19 @@ class Session:
         seal_deadline_s: how long `seal` waits by default.
         schedule: copies use the gaps of this schedule; None if there is none, or nothing to hook.
         ask_persist: asks the daemon for a checkpoint; None if reft is switched off.
+        rehearsal: records each mark; None outside of rehearsals.
     """
 
     def __init__(
         self, snapshots: Snapshotter | None, optimizers: Sequence[Any], *, step: int,
         restored_from: str | None, counts_calls: bool, cadence: SnapshotCadence | None, seal_deadline_s: float,
-        schedule: Any = None, ask_persist: Callable[[], object] | None = None,
+        schedule: Any = None, ask_persist: Callable[[], object] | None = None, rehearsal: RehearsalRecorder | None = None,
     ) -> None:  # fmt: skip
         profiler = IterationProfiler(snapshots.engine, hooks.closed(schedule)) if snapshots else None
         self.restored_from = restored_from
         self._ask_persist = ask_persist
         self._window = SnapshotWindow(snapshots, cadence, profiler, step)
+        self._window.rehearsal = rehearsal
         self._seal_deadline_s = seal_deadline_s
         self._counts_calls = counts_calls
         self._pid = os.getpid()

@@ -45,6 +45,7 @@ LAYERS = {
             "dcp_skeleton",
             "session",
             "schedule",
+            "rehearsal",
             "restore",
             "snapshot",
             "records",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
@@ -29,6 +30,9 @@ from reft.console import say
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import DueSteps, FailureHistory, IntervalEstimator
 from reft.wire.daemon_launcher import DaemonRestarter
+
+if TYPE_CHECKING:
+    from reft.client.rehearsal.recorder import RehearsalRecorder
 
 
 def begin(
@@ -59,6 +63,7 @@ def begin(
         context, introduction, plan, leases, slots, engine, SnapshotHistory(), step, built, records
     )
     tree, settings = result.tree, context.settings
+    rehearsal = _rehearsal(context, introduction) if settings.rehearse else None
     session = Session(
         snapshots,
         introduction.state.tracked.optimizers,
@@ -69,6 +74,7 @@ def begin(
         seal_deadline_s=settings.seal_deadline_s,
         schedule=context.request.schedule,
         ask_persist=partial(introduction.daemon.ask_persist, introduction.job.id, settings.rpc_deadline_s),
+        rehearsal=rehearsal,
     )
     if context.rank == 0:
         for line in announcement(context, introduction, plan, result, restored_from):
@@ -79,7 +85,17 @@ def begin(
         random_state.restore(tree["random"])
         if plan.must_protect_again:
             session.protect_again(tree["marked"])
+    if rehearsal is not None:
+        rehearsal.attached(step, restored_from)
     return session
+
+
+def _rehearsal(context: AttachContext, introduction: Introduction) -> RehearsalRecorder:
+    from reft.client.rehearsal.recorder import RehearsalFacts, RehearsalRecorder
+
+    tracked, world = introduction.state.tracked, len(introduction.ranks.infos)
+    facts = RehearsalFacts(context.settings.rehearse, context.rank, world, report.regroups(tracked, world))
+    return RehearsalRecorder(facts, tracked, context.request.state)
 
 
 def make_snapshotter(

@@ -173,7 +173,7 @@ def not_covered(request: AttachArguments, tracked: TrackedObjects, world: int) -
     lines = torch_internals.notices(tracked.modules.values(), tracked.optimizers, request.schedule)
     if isinstance(request.schedule, hooks.PIPELINES):
         lines.append("the schedule is only a description: copies use the gaps that the loop marks with session.idle().")
-    if world > 2 and any(_regroups(module) for module in tracked.modules.values()):
+    if regroups(tracked, world):
         lines.append(
             "DDP regroups its gradients after a process's first backward pass, so steps after a restart may differ in the "
             "last bits; find_unused_parameters=True keeps the grouping."
@@ -230,6 +230,9 @@ def _adds_to_its_state(optimizer: Any) -> bool:
     return not is_known and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
 
 
-def _regroups(module: nn.Module) -> bool:
+def regroups(tracked: TrackedObjects, world: int) -> bool:
     """Decides whether DDP adds gradients in an order that depends on the process's first step."""
-    return isinstance(module, nn.parallel.DistributedDataParallel) and not module.find_unused_parameters
+    return world > 2 and any(
+        isinstance(each, nn.parallel.DistributedDataParallel) and not each.find_unused_parameters
+        for each in tracked.modules.values()
+    )

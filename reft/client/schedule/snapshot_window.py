@@ -22,7 +22,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -41,6 +41,9 @@ from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
 from reft.core.status.protection import NO_COUNTS
 from reft.errors import RestoreError
+
+if TYPE_CHECKING:
+    from reft.client.rehearsal.recorder import RehearsalRecorder
 
 log = logging.getLogger("reft")
 CLOSE_WAIT_S = 2.0
@@ -113,6 +116,7 @@ class SnapshotWindow:
             of this rank's state.
         written_step: the newest step whose state an optimizer has overwritten.
         skipped: whether the device skips the newest step; None if the step surely trains.
+        rehearsal: records each mark; None outside of rehearsals.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class SnapshotWindow:
         self.counting: StepCounting = CallCounting(step)
         self.stepping = Stepping.CALLED
         self.reviews: PlacementReviewer | None = None
+        self.rehearsal: RehearsalRecorder | None = None
         self.written_step = -1
         self.skipped: HostCopy | None = None
         self._taken_step = -1  # the newest step that was snapshotted, or given up
@@ -148,6 +153,8 @@ class SnapshotWindow:
             if reviewed is not self.snapshots and self.cadence is not None:
                 self.cadence.restart()
             self.snapshots = reviewed
+        if self.rehearsal is not None and self.snapshots is not None:
+            self.rehearsal.mark(self.step, self.snapshots)
         if self.snapshots is not None and self.snapshots.recorder is not None:
             self.snapshots.recorder.mark(self.step, self.stepping is Stepping.CALLED)
         pacing_plan = self.profiler.mark(self.step) if self.profiler else None
@@ -325,6 +332,8 @@ class SnapshotWindow:
 
     def end(self) -> None:
         """Finishes the newest snapshot; from here on steps are only counted."""
+        if self.rehearsal is not None:
+            self.rehearsal.close()
         if self.snapshots is None:
             return
         if self.snapshots.is_open:

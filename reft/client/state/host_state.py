@@ -76,9 +76,13 @@ class HostState:
             "subjects": self._tracked.capture(names),
             "trainable": structure.trainable(names),
             "scalers": {name: _capture_scaler(scaler) for name, scaler in self._tracked.scalers.items()},
-            "state": {name: to_plain(_state_of(value), self._begin_copy) for name, value in self._objects.items()},
+            "state": self.take_objects(),
             "random": random_state.take(),
         }
+
+    def take_objects(self) -> dict[str, Any]:
+        """Returns the state of the user's objects, by name, for `finished`."""
+        return {name: to_plain(_state_of(value), self._begin_copy) for name, value in self._objects.items()}
 
     def extra_state_cost(self) -> ExtraStateCost | None:
         """Returns what the modules' extra state cost since the last call; None if not asked."""

@@ -1,0 +1,1 @@
+"""Records what `reft-cli rehearse` compares. Imported only if REFT_REHEARSE is set."""

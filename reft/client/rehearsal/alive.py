@@ -1,0 +1,251 @@
+"""Finds objects with state that live in the trainer, and that a restart would make anew.
+
+    gc's objects ─► of a kind with state? ─► tracked, in state=, or a part of these? ─► their names
+                                             no
+
+What only refers to tracked objects is no state of its own: wrappers of models and of optimizers are
+told by the memory of their tensors. A module counts only if its tensors change from the first mark
+to the second, or if its name says that it is an average.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+import xxhash
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from reft.client.rehearsal.digests import tensor_digest
+from reft.client.rehearsal.user_code import frames, is_users, main_module
+from reft.client.state.tracked_objects import TrackedObjects
+
+REACHED_MAX: Final = 10_000
+ENTRIES_MAX: Final = 1000  # of one container
+AVERAGED: Final = re.compile(r"(?:^|_|[a-z])(?:EMA|Ema)|(?:^|_)(?:ema|EMA)(?:_|$|\d)|[Aa]verag")
+# What is reached, and not looked into.
+OPAQUE: Final = (
+    *(nn.Module, torch.Tensor, torch.optim.Optimizer, DataLoader, Dataset, torch.Generator),
+    *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, str, bytes, int, float),
+)
+
+
+class AliveObjects:
+    """The scan of one attach; see the module.
+
+    Args:
+        tracked: the tracked objects.
+        state: what the user passed in state=.
+    """
+
+    def __init__(self, tracked: TrackedObjects, state: Mapping[str, Any]) -> None:
+        self._tracked = tracked
+        self._state = state
+        self._before: list[tuple[nn.Module, str]] = []  # modules, and digests at the first mark
+
+    def note_modules(self) -> None:
+        """Notes the bytes of all modules that are not tracked; called at the first mark."""
+        modules = self._foreign_modules(reachable_objects(), self._held_memory())
+        self._before = [(module, module_digest(module)) for module in modules]
+
+    def find(self) -> list[dict[str, str]]:
+        """Returns kind, type and name of each object; called at the second mark."""
+        objects, names = reachable_objects(), names_of_objects()
+        covered, held = reached(self._state.values()), self._held_memory()
+        kinds = [
+            *(("scheduler", each) for each in self._schedulers(objects, covered)),
+            *self._modules(self._foreign_modules(objects, held), names),
+            *self._optimizers(objects, held),
+            *self._others(objects, names),
+        ]
+        if not self._has_position(covered):
+            kinds += [("loader", each) for each in of_kind(objects, DataLoader)]
+        parts = {id(part) for each in of_kind(covered.values(), nn.Module) for part in each.modules()}
+        return [
+            {"kind": kind, "type": type(each).__name__, "name": names.get(id(each), "")}
+            for kind, each in kinds
+            if id(each) not in covered and id(each) not in parts
+        ]
+
+    def _schedulers(self, objects: Iterable[Any], covered: Mapping[int, Any]) -> list[LRScheduler]:
+        """Returns the schedulers of tracked optimizers; no parts of other schedulers."""
+        groups = {id(group) for each in self._tracked.optimizers for group in getattr(each, "param_groups", ())}
+        own = [
+            each
+            for each in of_kind(objects, LRScheduler)
+            if id(each) not in covered and not groups.isdisjoint(map(id, _groups(each)))
+        ]
+        parts = {part for each in own for part in reached([each]) if part != id(each)}
+        return [each for each in own if id(each) not in parts]
+
+    def _foreign_modules(self, objects: Iterable[Any], held: set[int]) -> list[nn.Module]:
+        """Returns the outermost modules with tensors that are not tracked."""
+        inner = {id(part) for module in self._tracked.modules.values() for part in module.modules()}
+        foreign = [
+            module
+            for module in of_kind(objects, nn.Module)
+            if id(module) not in inner and any(memory_of(tensor) not in held for tensor in tensors_of(module))
+        ]
+        parts = {id(part) for module in foreign for part in module.modules() if part is not module}
+        return [module for module in foreign if id(module) not in parts]
+
+    def _held_memory(self) -> set[int]:
+        return {0, *map(memory_of, self._tracked.bind().tensors.values())}
+
+    def _modules(self, foreign: Iterable[nn.Module], names: Mapping[int, str]) -> Iterator[tuple[str, nn.Module]]:
+        """Yields averages, and modules whose tensors have changed since the first mark."""
+        before, self._before = {id(module): digest for module, digest in self._before}, []
+        for module in foreign:
+            if isinstance(module, AveragedModel) or is_average(module, names):
+                yield "ema", module
+            elif before.get(id(module), digest := module_digest(module)) != digest:
+                yield "module", module
+
+    def _optimizers(self, objects: Iterable[Any], held: set[int]) -> Iterator[tuple[str, Any]]:
+        own = {id(each) for each in self._tracked.optimizers}
+        for optimizer in of_kind(objects, torch.optim.Optimizer):
+            if id(optimizer) not in own and any(memory_of(each) not in held for each in moments_of(optimizer)):
+                yield "optimizer", optimizer
+
+    def _others(self, objects: Iterable[Any], names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
+        """Yields scalers, averages that are no modules, and objects of the script's own classes."""
+        scalers = {id(each) for each in self._tracked.scalers.values()}
+        for scaler in of_kind(objects, torch.amp.GradScaler):
+            if id(scaler) not in scalers and scaler.is_enabled():
+                yield "scaler", scaler
+        tracked = {id(each) for each in (*self._tracked.optimizers, *self._tracked.modules.values())}
+        for each in objects:
+            if not has_own_state(each):
+                continue
+            if is_average(each, names):
+                yield "ema", each
+            elif is_users(file_of(type(each))) and tracked.isdisjoint(reached([each])):
+                yield "object", each
+
+    def _has_position(self, covered: Mapping[int, Any]) -> bool:
+        """Returns whether a value in state= may hold the position in the data."""
+        return any(issubclass(type(each), (DataLoader, Dataset, Sampler)) for each in covered.values()) or any(
+            hasattr(type(each), "__iter__") or hasattr(type(each), "__next__")
+            for each in self._state.values()
+            if not isinstance(each, nn.Module)
+        )
+
+
+def reachable_objects() -> list[Any]:
+    """Returns all objects that Python's garbage collector knows, without garbage."""
+    gc.collect()
+    return gc.get_objects()
+
+
+def of_kind(objects: Iterable[Any], kind: type) -> list[Any]:
+    """Returns the objects of a class. Proxies would run code if `isinstance` asked them."""
+    return [each for each in objects if issubclass(type(each), kind)]
+
+
+def reached(roots: Iterable[Any]) -> dict[int, Any]:
+    """Returns, by id, the objects that hold each other through attributes and containers.
+
+    Models, optimizers, tensors, loaders and data are reached, and not looked into.
+    """
+    seen: dict[int, Any] = {}
+    waiting = [*roots]
+    while waiting and len(seen) < REACHED_MAX:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if issubclass(type(value), OPAQUE):
+            continue
+        if isinstance(value, Mapping):
+            waiting += islice(value.values(), ENTRIES_MAX)
+        elif type(value) in (list, tuple, set, frozenset):
+            waiting += islice(value, ENTRIES_MAX)
+        else:
+            waiting += islice(attributes(value).values(), ENTRIES_MAX)
+    return seen
+
+
+def attributes(value: Any) -> Mapping[str, Any]:
+    """Returns the attributes of an instance, and runs no code of its class."""
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+def names_of_objects() -> dict[int, str]:
+    """Returns the names of the script's variables, by the id of their values.
+
+    These are the globals of the script, and variables of the user's functions that run now.
+    """
+    names: dict[int, str] = {}
+    spaces = [vars(main_module() or object), *(f.f_locals for f in frames() if is_users(f.f_code.co_filename))]
+    for space in spaces:
+        for name, value in [*space.items()]:
+            if not name.startswith("_"):
+                names.setdefault(id(value), name)
+    return names
+
+
+def is_average(value: Any, names: Mapping[int, str]) -> bool:
+    """Returns whether the name of a variable or of a class says that it is an average."""
+    return bool(AVERAGED.search(type(value).__name__) or AVERAGED.search(names.get(id(value), "")))
+
+
+def has_own_state(value: Any) -> bool:
+    """Returns whether an object has state_dict and load_state_dict, and is of no other kind."""
+    kind = type(value)
+    others = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader, type)
+    if issubclass(kind, others) or kind.__module__.partition(".")[0] in ("torch", "reft"):
+        return False
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def file_of(kind: type) -> str:
+    """Returns the file of the module that defines a class; empty if there is none."""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the local memory of a module's parameters and buffers; none on `meta`."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        local = local_memory(tensor)
+        if local.device.type in ("cpu", "cuda"):
+            yield local
+
+
+def moments_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in the state of an optimizer."""
+    for entry in [*optimizer.state.values()]:
+        values = entry.values() if isinstance(entry, Mapping) else ()
+        yield from (local_memory(each) for each in values if isinstance(each, torch.Tensor) and each.numel())
+
+
+def local_memory(tensor: Any) -> torch.Tensor:
+    """Returns the local tensor of a DTensor; any other tensor itself."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's memory; 0 if there is none."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def module_digest(module: nn.Module) -> str:
+    """Returns one digest of all tensors of a module."""
+    return xxhash.xxh3_64_hexdigest("".join(map(tensor_digest, tensors_of(module))).encode())
+
+
+def _groups(scheduler: LRScheduler) -> Iterable[Any]:
+    return getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
