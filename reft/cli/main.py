@@ -359,7 +359,7 @@ def list_held(what: str, persist_key_file: Path | None, as_json: bool, daemon: s
 
 
 @main.command()
-@click.argument("what", metavar="JOB|DIR/JOB")
+@click.argument("what", metavar="JOB|DIR/JOB|URL/JOB")
 @click.option(
     "--to", "path", required=True, metavar="PATH", type=click.Path(path_type=Path), help="The folder to make."
 )
@@ -370,7 +370,7 @@ def list_held(what: str, persist_key_file: Path | None, as_json: bool, daemon: s
 @click.option("--only", type=click.Choice(["weights"]), help="Leave out optimizer state.")
 @click.option("--dtype", type=click.Choice(sorted(NAMES)), help="Cast floating point weights.")
 @click.option("--step", type=click.IntRange(min=0), help="Default: the newest step.")
-@click.option("--lineage", default="", help="Of the job in DIR, if there are several.")
+@click.option("--lineage", default="", help="Of the job on storage, if there are several.")
 @click.option("--max-shard", default="5GB", show_default=True, help="The most bytes of a safetensors file.")
 @key_option
 @json_option
@@ -381,9 +381,9 @@ def export(
 ) -> None:  # fmt: skip
     """Writes a step of JOB as files that need no reft.
 
-    JOB is read from the memory of its nodes, while it trains too. DIR/JOB (with a slash) is read
-    from the folder of --persist, without a daemon. Weights have the names of the model's state
-    dict, whole, whatever the sharding. PATH appears when all is on the disk.
+    JOB is read from the memory of its nodes, while it trains too. DIR/JOB (with a slash) or
+    s3://…/JOB is read from what --persist names, without a daemon. Weights have the names of the
+    model's state dict, whole, whatever the sharding. PATH appears when all is on the disk.
 
     \b
     safetensors   model.safetensors, or several files with an index;

@@ -148,25 +148,19 @@ def rows_of_folder(root: str, key_file: Path | None = None) -> dict[str, list[He
     }
 
 
-def audit(verb: str, root: str, job: str = "", *more: str, key_file: Path | None = None) -> Iterator[dict[str, Any]]:
+def audit(verb: str, root: str, job: str = "", key_file: Path | None = None) -> Iterator[dict[str, Any]]:
     """Yields the answers of the program that reads storage.
 
     Args:
         verb: of that program.
         root: see `root_of`.
         job: only this one; empty: all.
-        more: further arguments of the verb.
         key_file: the key of the checkpoints' MACs; None: MACs are not asked for.
 
     Raises:
         StorageUnreadable: storage can't be listed or read.
     """
-    command = [sys.executable, "-m", "reft_daemon.persist.audit", verb, root]
-    command += ["--job", job] if job else []
-    command += ["--key-file", str(key_file.absolute())] if key_file else []
-    # The path is this process's own: the program must be of the same reft.
-    environment = child_environment(PYTHONPATH=os.pathsep.join(os.path.abspath(each) for each in sys.path if each))
-    process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True, env=environment)
+    process = start_audit(verb, root, job, key_file=key_file)
     assert process.stdout is not None, "it is a pipe"
     try:
         for line in process.stdout:
@@ -179,6 +173,24 @@ def audit(verb: str, root: str, job: str = "", *more: str, key_file: Path | None
     finally:
         process.stdout.close()
         process.kill()
+
+
+def start_audit(
+    verb: str, root: str, job: str, *more: str, key_file: Path | None = None, stdin: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts the program that reads storage; its output is a pipe.
+
+    Args:
+        verb, root, job, key_file: see `audit`.
+        more: further arguments of the verb.
+        stdin: see `subprocess`.
+    """
+    command = [sys.executable, "-m", "reft_daemon.persist.audit", verb, root]
+    command += ["--job", job] if job else []
+    command += ["--key-file", str(key_file.absolute())] if key_file else []
+    # The path is this process's own: the program must be of the same reft.
+    environment = child_environment(PYTHONPATH=os.pathsep.join(os.path.abspath(each) for each in sys.path if each))
+    return subprocess.Popen([*command, *more], stdin=stdin, stdout=subprocess.PIPE, env=environment)
 
 
 def lines_of(job: str, rows: Sequence[HeldEntry]) -> list[str]:

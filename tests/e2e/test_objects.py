@@ -39,11 +39,25 @@ def persisted(site: Site, world: int, at: int, *flags: str) -> tuple[list[Daemon
     return daemons, json.loads(done.stdout)["step"]
 
 
-def test_all_memory_is_gone_and_the_job_goes_on(site: Site, server: ObjectServer) -> None:
+def exported(folder: Path, what: str, step: int, *more: str) -> dict[str, bytes]:
+    """Returns name → bytes of the files of an export."""
+    done = cli("export", what, "--to", str(folder), "--step", str(step), *more)
+    assert done.exit_code == 0, done.output
+    return {each.name: each.read_bytes() for each in folder.iterdir()}
+
+
+def test_all_memory_is_gone_and_the_job_goes_on(site: Site, server: ObjectServer, tmp_path: Path) -> None:
+    """An export of the objects has the bytes that an export of the memory has."""
     url = f"s3://{server.new_bucket()}/runs/one"
     lost, step = persisted(site, 2, 5, "--persist", url)
     assert all(ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in each.log.read_text() for each in lost)
+    memory = exported(tmp_path / "memory", "job", step, "--daemon", lost[0].address)
     vanish(*lost)
+    server.requests.clear()
+    assert exported(tmp_path / "objects", f"{url}/job", step) == memory
+    assert {request.method for request in server.requests} == {"GET", "HEAD"}
+    refused = cli("export", f"{url}/other", "--to", str(tmp_path / "none"))
+    assert refused.exit_code == 11 and not (tmp_path / "none").exists()
     daemons = site.add(2, "--persist", url)
     results = run(Spec(daemons[0].address, steps=STEPS), 2, [each.address for each in daemons])
     check_equal(results, undisturbed(2), step)
@@ -85,6 +99,8 @@ def test_key_of_the_daemons_decides(site: Site, server: ObjectServer, tmp_path: 
     check_equal([result], undisturbed(1), step)
     for key, code in ((keys[0], 0), (keys[1], 1)):
         assert cli("verify", url, "--persist-key-file", str(key)).exit_code == code
+        out = "--to", str(tmp_path / f"out-{code}"), "--persist-key-file", str(key)
+        assert cli("export", f"{url}/job", *out).exit_code == code and (tmp_path / f"out-{code}").exists() == (not code)
     assert "A" * 32 not in daemon.log.read_text()
 
 

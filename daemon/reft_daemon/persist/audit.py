@@ -1,11 +1,12 @@
-"""`python -m reft_daemon.persist.audit list|verify|files ROOT`: what storage holds, as JSON.
+"""`python -m reft_daemon.persist.audit list|verify|read ROOT`: what storage holds.
 
 Only `reft-cli` starts it. No daemon is needed, so it also reads storage that outlived its cluster.
 
-    list     one line: all jobs, with their lineages and checkpoints
+    list     one line of JSON: all jobs, with their lineages and checkpoints
     verify   a line now and then: bytes so far, and in all; a line for each checkpoint
-    files    one line: the files of one checkpoint, and the job's manifest
     error    a line with "error" and the remedy, exit code 1; exit code 2: wrong usage
+    read     frames, of one checkpoint: first JSON with its version, manifest and ranks; then
+             answers to requests on stdin, see `file_reader`
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from reft.core.membership.job_identity import JOB_NAME
-from reft.core.persist import stored_names
 from reft.core.persist.stored_lineages import StoredLineage
 from reft.errors import FormatError, ReftError
 from reft.wire import stored_format as stored
+from reft.wire.range_pipe import write_answer, write_error
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint
+from reft_daemon.persist.file_reader import CheckpointFileReader, error_row, serve
 from reft_daemon.persist.node_writer import stored_ranges
 from reft_daemon.persist.persist_key import read_key
 from reft_daemon.persist.slot_copy import SlotRange, verify_file
@@ -40,7 +42,7 @@ TELL_BYTES: Final = 64 << 20  # between two lines of progress
 def main() -> None:
     """Prints what storage holds, or compares every byte with its digest."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("verb", choices=("list", "verify", "files"))
+    parser.add_argument("verb", choices=("list", "verify", "read"))
     parser.add_argument("root")
     parser.add_argument("--job", default="")
     parser.add_argument("--lineage", default="")
@@ -52,15 +54,17 @@ def main() -> None:
         found = stores(open_root(settings.root), settings.job, key)
         if settings.verb == "list":
             tell({"jobs": [job_row(store) for store in found]})
-        elif settings.verb == "files":
+        elif settings.verb == "read":
             store = CheckpointStore(open_root(settings.root), settings.job, key)
-            tell(files_row(store, settings.lineage, settings.name))
+            read_files(store, settings.lineage, settings.name)
         else:
             for store in found:
                 verify_job(store)
     except (ReftError, OSError) as error:
-        hint = error.hint if isinstance(error, ReftError) else ""
-        tell({"error": error.message if isinstance(error, ReftError) else str(error), "hint": hint})
+        if settings.verb == "read":
+            write_error(sys.stdout.buffer, error_row(error))
+        else:
+            tell(error_row(error))
         sys.exit(1)
 
 
@@ -114,25 +118,25 @@ def lineage_row(store: CheckpointStore, ident: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def files_row(store: CheckpointStore, lineage: str, name: str) -> dict[str, Any]:
-    """Returns the files of a checkpoint, each with its path; no file is opened.
+def read_files(store: CheckpointStore, lineage: str, name: str) -> None:
+    """Answers requests for bytes of a checkpoint's files.
 
     Raises:
         FormatError: there is no such checkpoint, or its manifest or an index is damaged.
-        OSError: storage can't be read.
+        OSError: storage can't be read, or nobody reads the answers.
     """
     listed, damages = read_checkpoints(store, lineage)
     found = next((each for each in listed if each.name == name), None)
     if found is None:
         raise FormatError(f"there is no checkpoint {name} of job {store.job}: {damages.get(name, 'not found')}")
-    version = found.manifest.version
-    return {
+    files, version = store.indexes(found), found.manifest.version
+    first = {
         "version": [version.epoch.counter, version.epoch.ident.hex(), version.step],
         "manifest": base64.b64encode(found.manifest.job_manifest).decode(),
-        "files": {
-            rank: folder.address(stored_names.rank_file(rank)) for rank, (folder, _) in store.indexes(found).items()
-        },
+        "ranks": sorted(files),
     }
+    write_answer(sys.stdout.buffer, json.dumps(first).encode())
+    serve(CheckpointFileReader(files), sys.stdin.buffer, sys.stdout.buffer)
 
 
 def read_checkpoints(store: CheckpointStore, lineage: str) -> tuple[list[ListedCheckpoint], dict[str, str]]:

@@ -31,12 +31,14 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final
 
+import numpy as np
 import obstore
 from obstore import exceptions, store
 
 from reft.config import allows_plain_http
 from reft.core.budget import refusal
 from reft.errors import ConfigError, FormatError, NoRoom
+from reft.wire.slot_format import Bytes
 from reft.wire.stored_format import FileRun
 from reft_daemon.arena.limits import limits
 from reft_daemon.persist.storage_folder import ENTRIES_MAX
@@ -348,6 +350,42 @@ class ObjectFolder:
             os.close(descriptor)
             raise
         return descriptor
+
+    def read_range(self, name: str, nbytes: int, runs: Sequence[FileRun], offset: int, into: Bytes) -> None:
+        """Fills `into` with the bytes of a rank's file at `offset`; holes of the file are 0.
+
+        Args:
+            name: of the object.
+            nbytes: of the file, with its holes.
+            runs: where the bytes of the object lie in the file.
+            offset: in the file.
+            into: gets the bytes.
+
+        Raises:
+            OSError: the object is not there, or can't be read.
+            FormatError: the object has another length.
+        """
+        address, need = self.address(name), sum(run.nbytes for run in runs)
+        if not runs:
+            raise FormatError(f"the index does not say where the bytes of {address} lie.")
+        into[:] = 0
+        for start, at, length in _overlaps(runs, offset, into.nbytes):
+            with storage_errors(address):
+                result = self._objects.get(self._path(name), options={"range": (start, start + length)})
+                have, data = result.meta["size"], result.bytes()
+            if have != need or len(data) != length:
+                raise FormatError(f"{address} has {have} bytes, another length than its index says, {need}.")
+            into[at : at + length] = np.frombuffer(data, np.uint8)
+
+
+def _overlaps(runs: Sequence[FileRun], offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (offset in the object, offset in the range, length) of the stored parts of a range."""
+    start = 0
+    for run in runs:
+        begin, end = max(run.offset, offset), min(run.offset + run.nbytes, offset + nbytes)
+        if begin < end:
+            yield start + begin - run.offset, begin - offset, end - begin
+        start += run.nbytes
 
 
 def _pieces(runs: Sequence[FileRun]) -> Iterator[tuple[int, int, int]]:

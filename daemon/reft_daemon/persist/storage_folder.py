@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from reft.errors import FormatError
+from reft.wire.slot_format import Bytes, read_file
 from reft.wire.stored_format import FileRun
 
 SYNC_BYTES: Final = 64 << 20  # between two fdatasync of one file
@@ -274,6 +275,19 @@ class StorageFolder:
             os.close(descriptor)
             raise FormatError(f"{path} has another length than its index says, {nbytes}.")
         return descriptor
+
+    def read_range(self, name: str, nbytes: int, runs: Sequence[FileRun], offset: int, into: Bytes) -> None:
+        """Fills `into` with the bytes of a rank's file at `offset`; see `open`.
+
+        Raises:
+            OSError: the file can't be read.
+            FormatError: the file has another length.
+        """
+        descriptor = self.open(name, nbytes, runs)
+        try:
+            read_file(descriptor, offset, into)
+        finally:
+            os.close(descriptor)
 
     def names(self) -> list[str]:
         """Returns the names in the folder, ascending.

@@ -7,6 +7,7 @@ slots of lost ranks ─► decoded first, into a scratch file, and compared with
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from reft.wire.slot_format import Bytes, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 
 READER = 0  # the only rank of the plans
+AHEAD = 4  # windows that are asked for before they are needed
 SIZES = TransferSizes(piece=4 << 20, band=16 << 20, ahead=4 << 20)
 ReadData = Callable[[int, int], Bytes]  # bytes begin..end of the data of one slot, verified
 
@@ -120,8 +122,15 @@ class GatheredState:
                 dict.fromkeys(readers, ""), [""],
             )  # fmt: skip
             plan = TransferPlan(match.needs, state.placement, here, sizes=SIZES, stored=state.stored)
+            begun: deque[ReadOperation] = deque()
             for operation in plan.operations(READER):
                 assert isinstance(operation, ReadOperation), "every slot is at hand"
+                if operation.source is PieceSource.SLOT and operation.owner in state.slots:
+                    state.slots[operation.owner].ahead(operation.begin, operation.end)
+                begun.append(operation)
+                if len(begun) > AHEAD:
+                    yield from self._read(begun.popleft(), readers)
+            for operation in begun:
                 yield from self._read(operation, readers)
 
     def _read(self, operation: ReadOperation, readers: Mapping[int, ReadData]) -> Iterator[GatheredBlock]:

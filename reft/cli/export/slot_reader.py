@@ -13,6 +13,7 @@ from reft.errors import FormatError
 from reft.wire.slot_format import PAGE, Bytes, Header, best_header, chunk_digest
 
 ReadBytes = Callable[[int, Bytes], None]
+AskBytes = Callable[[int, int], None]
 
 
 class DamagedSlot(FormatError):
@@ -37,6 +38,7 @@ class ExportReader:
         read: `read(offset, into)` fills `into` from the slot's file.
         name: of the slot, for a person.
         source: see `DamagedSlot`.
+        ask: `ask(offset, nbytes)` says which bytes `read` will want next.
 
     Attributes:
         read_bytes: of data, so far.
@@ -46,8 +48,10 @@ class ExportReader:
     """
 
     def __init__(
-        self, version: Version, rank: int, read: ReadBytes, name: str, source: tuple[str, str, Version] | None = None
-    ) -> None:
+        self, version: Version, rank: int, read: ReadBytes, name: str,
+        source: tuple[str, str, Version] | None = None, ask: AskBytes = lambda offset, nbytes: None,
+    ) -> None:  # fmt: skip
+        self._ask = ask
         self._version, self._rank, self._read = version, rank, read
         self._name, self._source = name, source
         self.read_bytes = 0
@@ -83,9 +87,7 @@ class ExportReader:
             DamagedSlot: a chunk has a wrong digest, or can't be read.
         """
         header, size = self._header, self._header.geometry.chunk_bytes
-        first, stop = begin // size * size, min(-(-end // size) * size, header.data_bytes)
-        if end > stop:
-            raise self._damage(f"its data have {header.data_bytes} bytes, not {end}.")
+        first, stop = self._chunks(begin, end)
         data = np.empty(stop - first, np.uint8)
         self._fill(header.geometry.data_offset + first, data)
         self.read_bytes += data.nbytes
@@ -93,6 +95,23 @@ class ExportReader:
             if chunk_digest(data[at : at + size]) != int(self._digests[(first + at) // size]):
                 raise self._damage(f"chunk {(first + at) // size} has a wrong digest.")
         return data[begin - first : end - first]
+
+    def ahead(self, begin: int, end: int) -> None:
+        """Says that `data` will be called for these bytes, after all calls that were said before.
+
+        Raises:
+            DamagedSlot: the slot has no such bytes.
+        """
+        first, stop = self._chunks(begin, end)
+        self._ask(self._header.geometry.data_offset + first, stop - first)
+
+    def _chunks(self, begin: int, end: int) -> tuple[int, int]:
+        """Returns begin and end of the chunks that have bytes begin..end."""
+        header, size = self._header, self._header.geometry.chunk_bytes
+        stop = min(-(-end // size) * size, header.data_bytes)
+        if end > stop:
+            raise self._damage(f"its data have {header.data_bytes} bytes, not {end}.")
+        return begin // size * size, stop
 
     def _header_of(self, pages: Bytes) -> Header:
         try:

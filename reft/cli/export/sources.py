@@ -1,38 +1,32 @@
-"""Where an export reads: the daemons of a job, or a folder of checkpoints.
+"""Where an export reads: the memory of a job; `stored_source.py` has checkpoints.
 
-JOB       this node's daemon ─► headers of all nodes ─► the plan of one version
-                             ─► bytes of any node, passed on by this node's daemon
-DIR/JOB   a child process lists the folder; this process opens the files of one checkpoint
+this node's daemon ─► headers of all nodes ─► the plan of one version
+                   ─► bytes of any node, passed on by this node's daemon
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc
 import numpy as np
-from google.protobuf.message import DecodeError
 
-from reft.cli import storage
-from reft.cli.ask import NoSuchJob, ask
+from reft.cli.ask import ask
 from reft.cli.export.slot_reader import DamagedSlot, ExportReader
 from reft.cli.survey import survey
 from reft.core.coding.placement import Placement
-from reft.core.commit.version import Epoch, Version
+from reft.core.commit.version import Version
 from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
 from reft.core.recovery.stripes import parity_number, slot_name
-from reft.errors import AttachError, ConfigError, FormatError
+from reft.errors import AttachError, FormatError
 from reft.wire import messages, rpc
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import placement_of
-from reft.wire.slot_format import Bytes, read_file
+from reft.wire.slot_format import Bytes
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
@@ -175,87 +169,3 @@ class MemorySource:
             if source is None:
                 raise FormatError(reason.message) from error
             raise DamagedSlot(source, f"{what} can't be used: {reason.message}") from error
-
-
-@dataclass(frozen=True)
-class StoredSource:
-    """A checkpoint of a job on storage.
-
-    Args:
-        path: DIR/JOB; DIR is the folder of `reft-daemon --persist`.
-        step: to export; -1: the newest one that counts.
-        lineage: of the job; empty: the only one.
-        key_file: the key of the checkpoints' MACs; None: MACs are not asked for.
-    """
-
-    path: Path
-    step: int = -1
-    lineage: str = ""
-    key_file: Path | None = None
-
-    @contextlib.contextmanager
-    def open(self, erased: Erased = ()) -> Iterator[ExportState]:
-        """Opens a checkpoint; nothing of it can be `erased`, since it has no copies.
-
-        Raises:
-            NoSuchJob: the folder has no such job.
-            ConfigError: several lineages or checkpoints are meant, or none.
-            DamagedSlot: a file is damaged.
-            StorageUnreadable: storage can't be read.
-        """
-        answer = self._files(*self._checkpoint())
-        try:
-            manifest = pb.Manifest.FromString(base64.b64decode(answer["manifest"]))
-        except (DecodeError, ValueError) as error:
-            raise FormatError(f"the manifest of {self.path} can't be read: {error}.") from error
-        counter, ident, step = answer["version"]
-        version = Version(Epoch(counter, bytes.fromhex(ident)), step)
-        with contextlib.ExitStack() as files:
-            slots = {int(rank): self._slot(int(rank), path, version, files) for rank, path in answer["files"].items()}
-            yield ExportState(version, manifest, slots, stored=tuple(slots))
-
-    @property
-    def _root(self) -> str:
-        return str(self.path.parent.absolute())
-
-    def _checkpoint(self) -> tuple[str, str]:
-        """Returns lineage and name of the checkpoint."""
-        documents = list(storage.audit("list", self._root, self.path.name, key_file=self.key_file))
-        jobs = documents[0]["jobs"]
-        lineages = [each for each in (jobs[0]["lineages"] if jobs else ()) if self.lineage in ("", each["lineage"])]
-        if not lineages:
-            raise NoSuchJob(f"{self.path} holds no checkpoints of such a job.", f"reft-cli list {self.path.parent}/")
-        going_on = [each for each in lineages if not each["ended"]] or lineages
-        if len(going_on) > 1:
-            names = ", ".join(each["lineage"] for each in going_on)
-            raise ConfigError(f"{self.path} has several lineages: {names}.", "choose one by --lineage")
-        (lineage,) = going_on
-        rows = [each for each in lineage["checkpoints"] if self.step in (-1, each["step"])]
-        rows = [each for each in rows if each["counts"]] or (rows if self.step >= 0 else [])
-        if not rows:
-            steps = ", ".join(str(each["step"]) for each in lineage["checkpoints"]) or "none"
-            raise AttachError(
-                f"{self.path} has no such checkpoint; it has the steps {steps}.", lineage["trouble"] or "correct --step"
-            )
-        return lineage["lineage"], rows[0]["name"]
-
-    def _files(self, lineage: str, name: str) -> dict[str, Any]:
-        more = "--lineage", lineage, "--name", name
-        (answer,) = storage.audit("files", self._root, self.path.name, *more, key_file=self.key_file)
-        return answer
-
-    def _slot(self, rank: int, path: str, version: Version, files: contextlib.ExitStack) -> ExportReader:
-        what = f"the file {path}"
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise DamagedSlot(None, f"{what} can't be used: {error}.") from error
-        files.callback(os.close, descriptor)
-
-        def read(offset: int, into: Bytes) -> None:
-            try:
-                read_file(descriptor, offset, into)
-            except OSError as error:
-                raise DamagedSlot(None, f"{what} can't be used: {error}.") from error
-
-        return ExportReader(version, rank, read, what)

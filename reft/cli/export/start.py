@@ -12,8 +12,8 @@ from typing import Final
 
 from reft.cli.ask import ask
 from reft.cli.export.command import ExportSource, Show
-from reft.cli.export.sources import MemorySource, StoredSource
-from reft.core.persist.storage_url import is_url
+from reft.cli.export.sources import MemorySource
+from reft.cli.export.stored_source import stored_source
 from reft.errors import ConfigError, ReftError
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
@@ -66,23 +66,18 @@ def export_source(
     """Gives the source: JOB in memory, or DIR/JOB on storage.
 
     Args:
-        what: JOB, or DIR/JOB.
+        what: JOB, DIR/JOB or URL/JOB.
         address: returns the address of this node's daemon.
         step: to export; -1: the newest one.
-        lineage: of DIR/JOB.
+        lineage: of a job on storage.
         key_file: the key of the checkpoints' MACs; None: MACs are not asked for.
 
     Raises:
-        ConfigError: an object store is meant.
+        ConfigError: the address of an object store has credentials, or no job.
         ReftError: the job trains and can't hold a step, or a daemon does not answer.
     """
-    if is_url(what):
-        raise ConfigError(
-            f"{what} is an object store, and an export reads memory or folders.",
-            "start the job's daemons with --persist URL, attach once, and export JOB from memory",
-        )
     if "/" in what:
-        yield StoredSource(Path(what), step, lineage, key_file)
+        yield stored_source(what, step, lineage, key_file)
         return
     status = ask(address(), "Status", pb.StatusRequest(job=what, deep=True)).jobs[0]
     if not any(rank.alive for rank in status.ranks):

@@ -1,0 +1,58 @@
+"""What `reft-cli export` says when storage is silent, ends, or is named wrongly."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from reft.cli.export import stored_source
+from reft.cli.export.stored_source import StoredFileProcess
+from reft.cli.main import main
+from reft.cli.storage import StorageUnreadable
+
+
+def started(*command: str) -> StoredFileProcess:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return StoredFileProcess(process, "/shared/reft")
+
+
+def test_storage_that_hangs_is_given_up_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_source, "ANSWER_S", 0.01)
+    files = started("sleep", "60")
+    with pytest.raises(StorageUnreadable, match=r"(?s)/shared/reft gave no byte for 0 s.*mounted"):
+        files.checkpoint()
+    with pytest.raises(StorageUnreadable, match="gave no byte"):
+        files.read(0, 0, np.empty(8, np.uint8))
+    files.close()
+
+
+def test_program_that_ends_is_an_error() -> None:
+    files = started("true")
+    with pytest.raises(StorageUnreadable, match="the program that reads /shared/reft has ended"):
+        files.read(0, 0, np.empty(8, np.uint8))
+    files.close()
+
+
+def test_bytes_are_read_in_the_order_in_which_they_were_asked() -> None:
+    files = started("cat")
+    files.ask(0, 0, 8)
+    with pytest.raises(AssertionError, match="was asked for"):
+        files.read(1, 0, np.empty(8, np.uint8))
+    files.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("s3://bucket", "give s3://BUCKET/PREFIX/JOB"),
+        ("s3://key:secret@bucket/x/job", "credentials"),
+        ("ftp://bucket/job", "it knows s3://"),
+    ],
+)
+def test_address_without_a_job_or_with_a_secret_is_refused(what: str, words: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["export", what, "--to", str(tmp_path / "out")], catch_exceptions=False)
+    assert done.exit_code == 2 and words in done.stderr and "secret" not in done.output
