@@ -4,6 +4,7 @@
     MANIFEST.json    of the whole checkpoint: the job's manifest without its token, the decision,
                      every node's folder with the digest of its index
     DECISION-…       of one attach: job, lineage, decision
+    ENDED            of one lineage: job, lineage
 
     text   JSON ─► MAC of it, a line, only with a key ─► digest of all before
 
@@ -12,8 +13,9 @@ without the right MAC (HMAC-SHA256). Without the key nobody can write a text tha
 one to another kind, job or lineage.
 
 The head of a rank's file is all before its data: headers, table, capsule and the digests of the
-data's chunks. So two digests stand for every byte of a checkpoint. They are fast digests: they show
-damage, and files of other checkpoints. They don't stop one who makes other data with equal digests.
+data's chunks. The index has a cryptographic digest of the head, so the MAC binds the head, too. The
+chunks' own digests are fast ones: they show damage, and files of other checkpoints. They don't stop
+one who makes other data with equal digests.
 
 A reader bounds the length before it reads, checks each field's type and range, and takes names only
 in the form of `reft.core.persist.stored_names`. So no name leads out of the checkpoint's folder.
@@ -66,7 +68,7 @@ class StoredFile:
     Attributes:
         rank: the rank that wrote the slot.
         nbytes: length of the file.
-        head_digest: xxh3_128 of the bytes before the data, as hex digits.
+        head_digest: BLAKE2b of the bytes before the data, 16 bytes as hex digits.
         runs: where the bytes of an object lie in the file; none: a file, which has its holes.
     """
 
@@ -138,7 +140,7 @@ class StoredManifest:
 
 def head_digest(head: bytes | memoryview) -> str:
     """Returns the digest of a file's head."""
-    return xxhash.xxh3_128_hexdigest(head)
+    return hashlib.blake2b(head, digest_size=16).hexdigest()
 
 
 def text_digest(text: bytes) -> str:
@@ -259,6 +261,29 @@ def decode_decision(text: bytes, job: str, lineage: str, key: bytes | None = Non
     if place != (job, lineage):
         raise FormatError(f"it belongs to job {place[0]}, lineage {place[1]}.")
     return decision
+
+
+def encode_end(job: str, lineage: str, nonce: str, key: bytes | None = None) -> bytes:
+    """Returns the text that marks a lineage as ended, with a MAC if there is a key.
+
+    Args:
+        job: name of the job.
+        lineage: of the job.
+        nonce: random; tells a writer whether the mark is its own.
+        key: for the MAC.
+    """
+    return _sign("end", {"job": job, "lineage": lineage, "nonce": nonce}, key)
+
+
+def check_end(text: bytes, job: str, lineage: str, key: bytes) -> None:
+    """Checks the text that marks a lineage as ended.
+
+    Raises:
+        FormatError: the text is damaged, of another job or lineage, or has not the MAC of the key.
+    """
+    tree = _read("end", text, key)
+    if (tree.get("job"), tree.get("lineage")) != (job, lineage):
+        raise FormatError(f"it belongs to job {tree.get('job')!r:.80}, lineage {tree.get('lineage')!r:.40}.")
 
 
 def _sign(kind: str, tree: Mapping[str, object], key: bytes | None) -> bytes:

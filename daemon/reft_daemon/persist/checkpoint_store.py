@@ -276,8 +276,23 @@ class CheckpointStore:
             OSError, FormatError: it can't be read.
         """
         versions = tuple(each.manifest.version for each in self.checkpoints(name))
-        has_ended = stored_names.ENDED in self._folder.folder(name).names()
-        return StoredLineage(name, tuple(self.decisions(name)), versions, has_ended)
+        return StoredLineage(name, tuple(self.decisions(name)), versions, self._has_ended(name))
+
+    def _has_ended(self, lineage: str) -> bool:
+        """Whether a lineage was ended on purpose. Without a key any mark counts."""
+        folder = self._folder.folder(lineage)
+        if stored_names.ENDED not in folder.names():
+            return False
+        if self._key is None:
+            return True
+        try:
+            stored.check_end(folder.read(stored_names.ENDED, DECISION_MAX), self.job, lineage, self._key)
+        except FileNotFoundError:
+            return False  # a new attach went on meanwhile
+        except FormatError as error:
+            hint = error.hint or "remove it if nobody has purged the job"
+            raise FormatError(f"{folder.address(stored_names.ENDED)} is damaged: {error.message}", hint) from error
+        return True
 
     def indexes(self, listed: ListedCheckpoint) -> Mapping[int, tuple[AnyFolder, stored.StoredFile]]:
         """Returns rank → folder and file of a complete checkpoint.
@@ -320,8 +335,11 @@ class CheckpointStore:
 
         Raises:
             OSError: storage does not take it.
+            FormatError: storage has a mark without the MAC of the key.
         """
-        self._folder.folder(lineage).put_if_absent(stored_names.ENDED, os.urandom(_NONCE_BYTES))
+        text = stored.encode_end(self.job, lineage, os.urandom(_NONCE_BYTES).hex(), self._key)
+        if not self._folder.folder(lineage).put_if_absent(stored_names.ENDED, text):
+            self._has_ended(lineage)
 
     def prune(self, lineage: str, decision: Decision, settings: retention.RetentionSettings) -> list[str]:
         """Removes what `settings` do not keep; returns the names of the removed folders.

@@ -189,6 +189,26 @@ def test_decision_of_a_forger_does_not_make_a_coordinator_stale(root: AnyFolder,
         store.commit(_manifest([], NEWER), DECISION)
 
 
+def test_mark_of_an_end_needs_the_key(root: AnyFolder, slots: list[Slot]) -> None:
+    """A forged mark stops the job with the reason; it does not pass for a purge."""
+    store, other = CheckpointStore(root, "run", KEY), "fedcba9876543210"
+    _persist(store, slots)
+    store.put_decision(other, DECISION)
+    store.end(LINEAGE)
+    store.end(LINEAGE)
+    assert store.lineage(LINEAGE).has_ended and CheckpointStore(root, "run").lineage(LINEAGE).has_ended
+    elsewhere = lineage_of(root).read(stored_names.ENDED, 1 << 20)
+    forged = stored.encode_end("run", other, "0" * 32)
+    for text, words in ((elsewhere, "lineage .0123"), (forged, "the end has no MAC"), (b"x" * 16, "do not fit")):
+        put(root.folder("run").folder(other), stored_names.ENDED, text)
+        assert CheckpointStore(root, "run").lineage(other).has_ended, "without a key any mark counts"
+        for act in (store.lineage, store.end):
+            with pytest.raises(FormatError, match=f"ENDED is damaged: .*{words}"):
+                act(other)
+    store.put_decision(LINEAGE, replace(DECISION, epoch=Epoch(2, bytes(16))))
+    assert not store.lineage(LINEAGE).has_ended, "a new attach goes on"
+
+
 def test_keys_differ_by_each_byte() -> None:
     text = stored.encode_decision(b"x", "run", LINEAGE, KEY)
     assert stored.decode_decision(text, "run", LINEAGE, KEY) == b"x"
