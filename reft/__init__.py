@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from reft.errors import ReftError
 
 if TYPE_CHECKING:
+    from reft.client.data.loader import ResumableLoader
     from reft.client.session import Session
     from reft.config import Config
 
 __version__ = "0.1.0"
-__all__ = ["ReftError", "Session", "__version__", "attach"]
+__all__ = ["ReftError", "ResumableLoader", "Session", "__version__", "attach"]
 
 
 def attach(
@@ -47,8 +48,8 @@ def attach(
             first how to find the state of that object.
         schedule: None, or a pipeline schedule (`reft.schedules`).
         state: name → any other object that belongs to the state and has state_dict and
-            load_state_dict: the LR scheduler, the data loader, a GradScaler, a module such as an
-            average of the weights, a torch.Generator.
+            load_state_dict: the LR scheduler, the data loader (`ResumableLoader`), a GradScaler, a
+            module such as an average of the weights, a torch.Generator.
         tolerate: number of failure domains that may be lost at once. A failure domain is a node, or
             a rack where racks were named. None chooses by the number of domains that hold the same
             state: 0 for a single one, 1 for 2 to 5, 2 from 6 on. The most is all domains but one; a
@@ -84,9 +85,13 @@ def attach(
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `reft.Session` at first use, because that import loads torch."""
+    """Imports a class at first use, because that import loads torch."""
     if name == "Session":
         from reft.client.session import Session
 
         return Session
+    if name == "ResumableLoader":
+        from reft.client.data.loader import ResumableLoader
+
+        return ResumableLoader
     raise AttributeError(f"module 'reft' has no attribute {name!r}")

@@ -16,7 +16,7 @@ SCHEDULES = "Action Custom GPipe Gap Interleaved OneFOneB Times ZeroBubbleH1 Zer
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("reft", "Session attach"),
+        ("reft", "ResumableLoader Session attach"),
         ("reft.client", "Extractor register_extractor"),
         ("reft.config", "Config"),
         ("reft.errors", ERRORS),

@@ -50,6 +50,7 @@ LAYERS = {
             "snapshot",
             "records",
             "link",
+            "data",
             "state",
             "memory",
             "torch_internals",

@@ -53,7 +53,7 @@ class HostState:
             ):
                 raise ConfigError(
                     f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict.",
-                    "pass an object with both, e.g. torchdata's StatefulDataLoader for a data loader",
+                    "pass an object with both; for a data loader, reft.ResumableLoader(loader), and iterate that",
                 )
 
     def capture(self, step: int) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The user's data loader, wrapped so that a restart goes on with the next batch."""
