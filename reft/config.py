@@ -104,6 +104,9 @@ class Config:
         restore: "auto" restores the newest step, or starts at step 0; "require" makes attach fail
             rather than start at step 0; "newest" restores the newest step even if the last restores
             of that step ended before the next one.
+        generators: when a restore puts the default random generators back. "auto": at attach, and
+            before the first of `session.steps` or of reft's loader. "attach": at attach only, so a
+            later reseed stays. "user": never, because the script seeds by itself.
         lineage: which lineage of the job on storage to go on with, 16 hex digits; empty: the only
             one. Needed once after two jobs of one name were started.
         rehearse: where `reft-cli rehearse` wants this process recorded: the path without
@@ -131,6 +134,7 @@ class Config:
     allow_pickled_extra_state: bool = _setting("allow_pickled_extra_state", False)
     lineage: str = _setting("lineage", "")
     rehearse: str = _setting("rehearse", "")
+    generators: str = _setting("generators", "auto")
 
     def __post_init__(self) -> None:
         if not self.runtime_dir:
@@ -144,6 +148,10 @@ class Config:
             raise ConfigError(f"mode is {self.mode!r}; it can be auto or off.", "REFT_MODE=auto")
         if self.restore not in ("auto", "require", "newest"):
             raise ConfigError(f"restore is {self.restore!r}; it can be auto, require or newest.", "REFT_RESTORE=auto")
+        if self.generators not in ("auto", "attach", "user"):
+            raise ConfigError(
+                f"generators is {self.generators!r}; it can be auto, attach or user.", "REFT_GENERATORS=auto"
+            )
         if self.lineage and not re.fullmatch("[0-9a-f]{16}", self.lineage):
             raise ConfigError(f"lineage is {self.lineage!r}; it must have 16 hex digits.", "reft-cli list shows them")
         if self.load_transport not in ("gloo", "nccl"):

@@ -30,11 +30,12 @@ def test_every_field_is_a_variable():
             "REFT_PARITY_SCRATCH_BYTES": "8MiB", "REFT_LOAD_TRANSPORT": "nccl", "REFT_OVERHEAD_BUDGET": "0.01",
             "REFT_MTBF_S": "7200", "REFT_OVERRUN_SCRATCH_BYTES": "1MiB", "REFT_RESTORE": "require",
             "REFT_ALLOW_PICKLED_EXTRA_STATE": "1", "REFT_LINEAGE": "0123456789abcdef",
+            "REFT_GENERATORS": "user",
         }
     )  # fmt: skip
     assert loaded == Config(
         "off", "j", "unix:/d", "/r", "aec", 2, 2, 8192, 8 << 20, "nccl", 1.5, 0.5, 7.0, 0.01, 7200.0, "a:kill", 1 << 20,
-        "require", True, "0123456789abcdef",
+        "require", True, "0123456789abcdef", "user",
     )  # fmt: skip
     assert not Config.load({"REFT_ALLOW_PICKLED_EXTRA_STATE": "0"}).allow_pickled_extra_state
 
@@ -44,7 +45,8 @@ def test_every_field_is_a_variable():
     [
         {"REFT_MODE": "on"}, {"REFT_SLOTS": "1"}, {"REFT_SLOTS": "17"}, {"REFT_SLOTS": "three"}, {"REFT_SLOTS": ""},
         {"REFT_CHUNK_BYTES": "4095"}, {"REFT_CHUNK_BYTES": "5000"}, {"REFT_CHUNK_BYTES": "0"},
-        {"REFT_CHUNK_BYTES": "much"}, {"REFT_RPC_DEADLINE_S": "soon"}, {"REFT_LOAD_TRANSPORT": "mpi"}, {"REFT_RESTORE": "yes"},
+        {"REFT_CHUNK_BYTES": "much"}, {"REFT_RPC_DEADLINE_S": "soon"}, {"REFT_LOAD_TRANSPORT": "mpi"},
+        {"REFT_RESTORE": "yes"}, {"REFT_GENERATORS": "seed"},
         {"REFT_OVERHEAD_BUDGET": "1.0"}, {"REFT_OVERHEAD_BUDGET": "0.0"}, {"REFT_MTBF_S": "-1.0"}, {"REFT_MTBF_S": "nan"},
         {"REFT_MTBF_S": "inf"}, {"REFT_LINEAGE": "../etc"}, {"REFT_RUNTIME_DIR": "run"}, {"REFT_RUNTIME_DIR": "~/run"},
         {"REFT_ALLOW_PICKLED_EXTRA_STATE": "yes"},

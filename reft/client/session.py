@@ -27,6 +27,7 @@ from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
 from reft.client.schedule.optimizer_hooks import OptimizerHooks
 from reft.client.schedule.snapshot_window import PlacementReviewer, Sealed, SnapshotWindow
 from reft.client.snapshot.snapshotter import Snapshotter
+from reft.client.state.restored_generators import RestoredGenerators
 from reft.console import say
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import OverheadEstimate
@@ -54,6 +55,11 @@ class Session:
         schedule: copies use the gaps of this schedule; None if there is none, or nothing to hook.
         ask_persist: asks the daemon for a checkpoint; None if reft is switched off.
         rehearsal: records each mark; None outside of rehearsals.
+
+    Attributes:
+        restored_from: see above.
+        generators: put back before the first of `steps`; None if nothing was restored, or if
+            REFT_GENERATORS says so.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class Session:
     ) -> None:  # fmt: skip
         profiler = IterationProfiler(snapshots.engine, hooks.closed(schedule)) if snapshots else None
         self.restored_from = restored_from
+        self.generators: RestoredGenerators | None = None
         self._ask_persist = ask_persist
         self._window = SnapshotWindow(snapshots, cadence, profiler, step)
         self._window.rehearsal = rehearsal
@@ -89,11 +96,16 @@ class Session:
 
         Ask the data loader for the next batch inside the loop. `zip(loader, session.steps(n))`
         fetches a batch before the mark, and that batch is lost at a restart.
+
+        After a restore the first `next()` puts the default random generators back, so the loop may
+        draw between attach and here: `iter(loader)` does. REFT_GENERATORS turns that off.
         """
         self._check_process()
         self.begin_marking()
         if self.restored_from and self.step >= total:
             _say_all_done(self._window, total)
+        if self.generators is not None:
+            self.generators.put_back()
         while self.step < total:
             yield self.step
             self.step_end()

@@ -1,16 +1,17 @@
 """The restored states of the default generators, which are put back before the next step draws.
 
-    attach      restores the generators
+    attach      restores the generators, and tells the objects in state= that ask for them
     then        the script may draw: `iter(loader)` draws a seed
     put_back    restores them once more, before anything of the next step is drawn
 
 `put_back` is called by whatever comes first: the first `next()` of `session.steps`, or the first
-`next()` on an epoch of reft's loader.
+`next()` on an epoch of reft's loader. A loop with neither keeps what it has drawn since attach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from reft.client.state import random_state
@@ -31,3 +32,14 @@ class RestoredGenerators:
         saved, self._saved = self._saved, None
         if saved is not None:
             random_state.restore(saved)
+
+
+def hand_out(generators: RestoredGenerators, values: Iterable[Any]) -> None:
+    """Calls `restored(generators)` of each object whose class has such a method.
+
+    A method of this name with other parameters is not reft's, and is left alone.
+    """
+    for value in values:
+        method = getattr(type(value), "restored", None)
+        if inspect.isfunction(method) and list(inspect.signature(method).parameters)[1:] == ["generators"]:
+            value.restored(generators)
