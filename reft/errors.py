@@ -19,6 +19,8 @@ Inside a training step none of these is raised: a failure there only means that 
 
 from __future__ import annotations
 
+FIX = "\nFix: "  # between the message and its remedy
+
 
 class ReftError(Exception):
     """The base class of all errors of reft.
@@ -29,7 +31,7 @@ class ReftError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(f"{message}\nFix: {hint}" if hint else message)
+        super().__init__(f"{message}{FIX}{hint}" if hint else message)
         self.message = message
         self.hint = hint
 
@@ -39,7 +41,13 @@ def remedy(error: BaseException) -> str:
 
     A text that continues after the error's message puts this line at its end.
     """
-    return f"\nFix: {error.hint}" if isinstance(error, ReftError) and error.hint else ""
+    return f"{FIX}{error.hint}" if isinstance(error, ReftError) and error.hint else ""
+
+
+def split_remedy(text: str) -> tuple[str, str]:
+    """Returns the message and the remedy in the text of an error. The remedy may be empty."""
+    message, _, hint = text.partition(FIX)
+    return message, hint
 
 
 def message(error: BaseException) -> str:

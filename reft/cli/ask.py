@@ -8,10 +8,11 @@ from typing import Any
 import grpc
 
 from reft.config import Config
-from reft.errors import AttachError
+from reft.errors import AttachError, DaemonUnavailable
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
+OWN_DAEMON = "start a job: attach starts this daemon; or name another one: --daemon unix:PATH"
 DEADLINE_S = 5.0  # a daemon asks all others at the same time and waits one second for them
 
 
@@ -31,7 +32,12 @@ def local_address(daemon: str | None) -> str:
         ConfigError: the address is not valid.
     """
     config = Config.load(daemon=daemon)
-    return rpc.check_address(config.daemon or f"unix:{Path(config.runtime_dir) / 'daemon.sock'}")
+    return rpc.check_address(config.daemon or own_address(config))
+
+
+def own_address(config: Config) -> str:
+    """Returns the address of the daemon that attach finds, or starts, by itself."""
+    return f"unix:{Path(config.runtime_dir) / 'daemon.sock'}"
 
 
 def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S) -> Any:
@@ -55,4 +61,7 @@ def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S)
                     f"the daemon at {address} answers over TCP only to the trainers of the job.",
                     "run reft-cli on that node, with --daemon unix:PATH",
                 ) from error
-            raise rpc.error_of(error, address) from error
+            failure = rpc.error_of(error, address)
+            if failure.hint.startswith("start reft-daemon") and address == own_address(Config.load()):
+                raise DaemonUnavailable(failure.message, OWN_DAEMON) from error
+            raise failure from error

@@ -8,7 +8,7 @@ from typing import Final
 
 from reft.cli.ask import ask
 from reft.core.budget import format_bytes
-from reft.errors import AttachError
+from reft.errors import AttachError, split_remedy
 from reft.wire.v1 import daemon_pb2 as pb
 
 POLL_S: Final = 0.5
@@ -29,7 +29,8 @@ def persist_job(address: str, job: str, show: Callable[[pb.StorageStatus], None]
     reply = ask(address, "PersistJob", pb.PersistJobRequest(job=job), CALL_S)
     while not reply.done:
         if reply.trouble:
-            raise AttachError(reply.trouble, "look at the storage, then run this command again")
+            trouble, remedy = split_remedy(reply.trouble)
+            raise AttachError(trouble, remedy or "look at the storage, then run this command again")
         show(reply.storage)
         time.sleep(POLL_S)
         request = pb.PersistJobRequest(job=job, step=reply.step, epoch=reply.epoch)

@@ -147,7 +147,8 @@ def _await_daemon(process: subprocess.Popen[bytes], address: str, log_path: Path
             time.sleep(0.05)
     tail = log_path.read_text(errors="replace")[-600:]
     raise DaemonUnavailable(
-        f"a reft-daemon could not be started; the end of {log_path}:\n{tail}", "start reft-daemon by hand"
+        f"a reft-daemon could not be started; the end of {log_path}:\n{tail}",
+        f"reft-daemon --socket {address.removeprefix('unix:')} shows the whole error",
     )
 
 

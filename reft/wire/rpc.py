@@ -18,6 +18,7 @@ from reft.errors import (
     NoRoom,
     ReftError,
     StaleEpoch,
+    split_remedy,
 )
 from reft.wire import messages
 from reft.wire.tls import Tls
@@ -93,7 +94,7 @@ def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
         reason = details.partition("; last error: ")[2].split(": ", 2)[-1] or details
         reason = reason.removeprefix("connect failed: ").removeprefix(f"addr: {address} error: ")
         return DaemonUnavailable(f"no daemon answers at {address}: {reason}.", remedy)
-    return _ERROR_OF.get(code, AttachError)(details or f"the daemon at {address} failed: {code}.")
+    return _ERROR_OF.get(code, AttachError)(*split_remedy(details or f"the daemon at {address} failed: {code}."))
 
 
 def _start(address: str) -> str:

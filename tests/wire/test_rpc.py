@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from reft import errors
-from reft.errors import ConfigError, DaemonUnavailable, ReftError
+from reft.errors import ConfigError, DaemonUnavailable, NoRoom, ReftError
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -177,3 +177,10 @@ def test_a_call_by_name_raises_the_error_that_its_status_stands_for(tmp_path):
 def test_the_reason_of_a_failed_connection_is_shown_in_full(details, reason):
     error = rpc.error_from(grpc.StatusCode.UNAVAILABLE, details, "node7:7070")
     assert f"no daemon answers at node7:7070: {reason}." in str(error)
+
+
+def test_an_error_that_travels_keeps_its_remedy_apart():
+    error = NoRoom("the slots need 3 GiB.", "attach with fewer slots")
+    arrived = rpc.error_from(rpc.status_of(error), str(error), "unix:/s")
+    assert type(arrived) is NoRoom
+    assert (arrived.message, arrived.hint, str(arrived)) == (error.message, error.hint, str(error))

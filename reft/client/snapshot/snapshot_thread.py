@@ -40,7 +40,7 @@ from reft.core.coding.placement import Placement
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.version import Epoch, Version
 from reft.core.membership.log_debounce import TroubleLog
-from reft.errors import ReftError
+from reft.errors import FIX, ReftError, split_remedy
 from reft.failpoints import Failpoints
 from reft.wire.capsule_format import NameTable
 
@@ -274,6 +274,7 @@ class SnapshotThread:
         if not reason:
             log.warning("rank %d takes snapshots again.", self._facts.rank)
             return
-        what, fix, remedy = reason.partition("\nFix: ")
+        what, remedy = split_remedy(reason)
+        fix = FIX if remedy else ""
         story = f" ({task.story()})" if task else ""
         log.warning("rank %d skips snapshots: %s Training goes on.%s%s%s", self._facts.rank, what, story, fix, remedy)

@@ -12,7 +12,8 @@ from enum import Enum
 from reft.core.commit.version import Version
 from reft.core.recovery.holdings import Holdings, survives
 from reft.core.status.protection import Protection, ProtectionWord
-from reft.core.text import every
+from reft.core.text import every, more
+from reft.errors import FIX, split_remedy
 
 LAG_STEPS = 3  # one step may train while the previous is sealed and announced; more means skipped snapshots
 NAMES_MAX = 3  # one line names at most so many nodes
@@ -86,7 +87,7 @@ class JobFacts:
 
 
 def judge(job: JobFacts) -> tuple[Health, str]:
-    """Returns the health, and a sentence on the possible loss now."""
+    """Returns the health, and a sentence on the possible loss now, perhaps with a remedy."""
     if job.holdings is not None and job.holdings.is_lost:
         return Health.ERR, job.holdings.reason
     if job.silent_nodes:
@@ -98,7 +99,11 @@ def judge(job: JobFacts) -> tuple[Health, str]:
     newest = max((rank.step for rank in living), default=job.whole.step)
     if troubled:
         first = troubled[0]
-        return Health.WARN, f"rank {first.rank} skips snapshots: {first.trouble} Step {job.whole.step} is held."
+        why, remedy = split_remedy(first.trouble)
+        others = more(len(troubled) - 1, "rank")
+        skips = "skip" if others else "skips"
+        sentence = f"rank {first.rank}{others} {skips} snapshots: {why} Step {job.whole.step} is held."
+        return Health.WARN, f"{sentence}{FIX}{remedy}" if remedy else sentence
     if newest - job.whole.step > LAG_STEPS * job.interval:
         return Health.WARN, f"step {job.whole.step} is held, but training is at step {newest}: snapshots are skipped."
     if job.mismatched:

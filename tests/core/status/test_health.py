@@ -47,6 +47,13 @@ def test_a_rank_in_trouble_is_named_with_its_reason():
     assert sentence == "rank 1 skips snapshots: no room. Step 10 is held."
 
 
+def test_the_remedy_of_a_trouble_is_at_the_end():
+    both = tuple(replace(rank, trouble="no room.\nFix: slots=2") for rank in RANKS)
+    word, sentence = judge(replace(GOOD, ranks=both))
+    assert word is Health.WARN
+    assert sentence == "rank 0 and 1 more rank skip snapshots: no room. Step 10 is held.\nFix: slots=2"
+
+
 def test_the_trouble_of_a_dead_rank_is_not_shown():
     word, sentence = judge(replace(GOOD, ranks=ranks(trouble="no room.", alive=False)))
     assert word is Health.WARN and "trainers gone: 1 of 2; step 10 is held." in sentence
