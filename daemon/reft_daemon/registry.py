@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import grpc
@@ -16,7 +17,7 @@ import grpc
 from reft.core.budget import format_bytes
 from reft.core.commit.decision import KNOWN_MAX
 from reft.core.membership.job_identity import check_name
-from reft.errors import AttachError, ConfigError, NoRoom
+from reft.errors import AttachError, ConfigError, NoRoom, split_remedy
 from reft.failpoints import Failpoints
 from reft.wire import messages
 from reft.wire.messages import MANIFEST_MAX
@@ -85,6 +86,10 @@ class RetentionTimes(NamedTuple):
         """
         return self.failed if job.record.manifest.named and not job.are_all_closed else self.ended
 
+    def left_s(self, job: JobRecord) -> float:
+        """Returns for how many seconds an ended job's slots are kept yet."""
+        return max(0.0, self.seconds_for(job) - (time.monotonic() - job.ended_s))
+
 
 class Registry:
     """All jobs of one daemon.
@@ -112,7 +117,7 @@ class Registry:
     ) -> None:
         self.arena = arena
         self.peers = peers
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._failpoints = failpoints
         self.jobs: dict[str, JobRecord] = {}
         self.changes = ChangeQueue()
@@ -122,7 +127,7 @@ class Registry:
         self.persists = PersistService(self.jobs, peers, persist, failpoints, arena)
         self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, self.changes, kills_hung)
         self.idle_since_s = time.monotonic()
-        self._agents: set[Process] = set()
+        self.agents: set[Process] = set()
         self._freed: dict[str, FreedJob] = {}
         # jobs whose slot files somebody removed, as already logged
         self._jobs_with_removed_files: set[str] = set()
@@ -134,7 +139,7 @@ class Registry:
         """
         stat = stat_of(pid)
         if stat is not None:
-            self._agents.add(Process(pid, stat.start))
+            self.agents.add(Process(pid, stat.start))
 
     def restart_idle_time(self) -> None:
         """Restarts the idle time: an attach has begun.
@@ -177,14 +182,14 @@ class Registry:
         placement = await place_node(manifest, request.node_index)
         if name not in self.jobs:
             if len(self.jobs) >= JOBS_MAX:
-                raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
+                raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge JOB")
             self.jobs[name] = JobRecord(self.arena, pb.JobRecord(manifest=manifest), self.changes)
         job = self.jobs[name]
         known_token = job.record.manifest.token
         if known_token and known_token != manifest.token:
             raise ConfigError(
                 f"this daemon holds job {name} with another token.",
-                "choose another name, or free the old job with reft-cli purge",
+                f"choose another name, or free the old job: reft-cli purge {name}",
             )
         epochs.decide(job, request, placement)
         if opened := self.persists.reader.take(name):
@@ -234,9 +239,10 @@ class Registry:
                 try:
                     await self.peers.call(nodes[holder], token, stub, "Keep", keep, KEEP_DEADLINE_S, reconnect=True)
                 except (grpc.RpcError, OSError) as error:
+                    reason, remedy = split_remedy(reason_of(error))
                     raise AttachError(
-                        f"node {nodes[holder].name} does not keep the capsules of {decision.base}: {reason_of(error)}.",
-                        "check the daemon of that node",
+                        f"node {nodes[holder].name} does not keep the capsules of {decision.base}: {reason}",
+                        remedy or "check the daemon of that node",
                     ) from error
 
         await asyncio.gather(*(send_to(holder) for holder in job.record.holders))
@@ -356,21 +362,21 @@ class Registry:
         while True:
             now = time.monotonic()
             for job in list(self.jobs.values()):
-                is_over = not job.is_live and now - job.ended_s > self._ttl_s.seconds_for(job)
+                is_over = not job.is_live and now - job.ended_s > self.ttl_s.seconds_for(job)
                 if is_over and not self.persists.needs(job):
-                    ttl_s = self._ttl_s.seconds_for(job)
+                    ttl_s = self.ttl_s.seconds_for(job)
                     nbytes = self._free(job, f"its time to live of {ttl_s:.0f} s was over")
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, format_bytes(nbytes))
             self._notice_removed_files()
             self.persists.reader.expire(now)
             self.arena.reserve.refill()
-            self._agents = {agent for agent in self._agents if not _has_ended(agent)}
-            if self.jobs or self._agents or not self.heartbeat_service.is_idle:
+            self.agents = {agent for agent in self.agents if not _has_ended(agent)}
+            if self.jobs or self.agents or not self.heartbeat_service.is_idle:
                 self.idle_since_s = now
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
                 log.info("no job and no agent for %.0f s: this daemon exits", now - self.idle_since_s)
                 return
-            await asyncio.sleep(max(PAUSE_S, min(1.0, *(each / 4 for each in self._ttl_s), idle_exit_s / 4 or 1.0)))
+            await asyncio.sleep(max(PAUSE_S, min(1.0, *(each / 4 for each in self.ttl_s), idle_exit_s / 4 or 1.0)))
 
     def _notice_removed_files(self) -> None:
         unlinked = {job.id for job in self.jobs.values() if job.slots.backing == UNLINKED}
@@ -396,6 +402,11 @@ class Registry:
         await asyncio.gather(self.turns.close(), self.persists.close())
         await self.heartbeat_service.close()
         await self.peers.close()
+
+
+def living_pids(processes: Iterable[Process]) -> list[int]:
+    """Returns the pids of the processes that have not ended."""
+    return sorted(process.pid for process in processes if not _has_ended(process))
 
 
 def _has_ended(process: Process) -> bool:

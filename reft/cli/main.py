@@ -108,6 +108,8 @@ def main() -> None:
 
 
 @main.command()
+@click.argument("job", required=False, default="")
+@click.option("--all", "show_all", is_flag=True, help="Show all lines of each job, also of those that are over.")
 @json_option
 @click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
 @click.option("--check", is_flag=True, help="Exit with 3 if the worst health is WARN, with 4 if ERR.")
@@ -117,10 +119,15 @@ def main() -> None:
     metavar="lose=NODE[,NODE]",
     help="Would the job survive the loss of these nodes or failure domains?",
 )
-@click.option("--job", metavar="NAME", default="", help="Show only this job.")
+@click.option("--job", "named", metavar="NAME", default="", help="The same as JOB.")
 @daemon_option
-def status(as_json: bool, watch: bool, check: bool, question: str | None, job: str, daemon: str | None) -> None:
+def status(
+    job: str, show_all: bool, as_json: bool, watch: bool, check: bool, question: str | None, named: str, daemon: str | None
+) -> None:  # fmt: skip
     """Shows the health of each job, and which losses the job survives.
+
+    Jobs that train come first, in ten lines at most. A job that is over takes one line. With JOB,
+    --all or --watch all lines are shown. --json always has all facts.
 
     \b
     Health:      OK, WARN or ERR, with the reason
@@ -129,6 +136,12 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
                               first step after a restore is not whole yet
                  UNPROTECTED  the job is not set up to survive the loss of a
                               failure domain
+                 LOCAL        the job has one node: it survives lost
+                              processes, and a lost node if a checkpoint is
+                              on storage
+    A job is over if no trainer lives: it ended, or it failed, which is a
+    trainer that did not close its session. KEPT FOR is how long this node
+    keeps its slots yet.
 
     --what-if asks about the newest step that can be restored. Exit code 0: that step survives, or
     an older one to which the job goes back. Exit code 4: no step survives.
@@ -142,6 +155,9 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
             raise ConfigError(
                 "--check and --what-if can't be combined: each sets the exit code.", "run them one after the other"
             )
+        if job and named and job != named:
+            raise ConfigError(f"JOB is {job!r}, and --job is {named!r}.", "name the job once")
+        job = job or named
         address = local_address(daemon)
         request = pb.StatusRequest(job=job, deep=True)
         if watch:
@@ -154,7 +170,8 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
     if as_json:
         click.echo(json.dumps(status_view.document(reply, jobs, address), indent=2))
     else:
-        for line in status_text.status_lines(reply, jobs):
+        lines = status_text.status_lines if job or show_all else status_text.brief_lines
+        for line in lines(reply, jobs):
             click.echo(coloured(line))
     if check:
         sys.exit(EXIT_OF_HEALTH[status_view.worst(jobs)])
@@ -506,7 +523,9 @@ def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) 
     if keyword != "lose" or not lose:
         raise ConfigError(f"--what-if {question!r} can't be read.", "--what-if lose=NODE or --what-if lose=NODE,NODE")
     if len(reply.jobs) != 1:
-        raise ConfigError(f"--what-if needs one job, and this daemon holds {len(reply.jobs)}.", "add --job NAME")
+        raise ConfigError(
+            f"--what-if needs one job, and this daemon holds {len(reply.jobs)}.", "reft-cli status JOB --what-if …"
+        )
     job = reply.jobs[0].job
     job_survey = steady(address, reply.jobs[0])
     judged = job_survey.protection()

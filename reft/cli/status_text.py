@@ -5,16 +5,21 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from reft.cli.status_view import ExchangeView, JobView, NodeView, RankView, ReplayView, StorageView
+from reft.cli.status_view import ExchangeView, JobView, NodeView, RankView, ReplayView, StorageView, ordered
 from reft.core.budget import SLOTS, format_bytes
 from reft.core.coding.turn_pace import pace_words
 from reft.core.commit.version import Version
 from reft.core.recovery.holdings import survives
 from reft.core.status.loss_analysis import LossReport
+from reft.core.status.protection import ProtectionWord
 from reft.core.text import counted
 from reft.wire.v1 import daemon_pb2 as pb
 
 WIDTH = 88
+BRIEF_LINES = 10  # of a job that trains, unless all lines are asked for
+SCRIPT_SHOWN = 16  # characters of a script's name in the table of jobs that are over
+NO_JOB = "no job is held here."
+HOW_TO_GO_ON = "All of one job: reft-cli status JOB. To free its memory: reft-cli purge JOB."
 # A job with more ranks shows only the ranks that need attention. --json shows all ranks.
 RANKS_SHOWN = 16
 OWN_SHOWN = 4  # leaves that differ between ranks
@@ -25,6 +30,28 @@ LANES_SHOWN = 4  # lanes of the exchange that are not guarded
 
 def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
     """Returns all lines of `status`: a block for each job, then the daemon."""
+    if not jobs:
+        return [NO_JOB, *daemon_lines(reply)]
+    return [line for job in ordered(jobs) for line in [*job_lines(job), ""]] + daemon_lines(reply)
+
+
+def brief_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
+    """Returns the short lines of `status`.
+
+    There are at most BRIEF_LINES for each job that trains or needs help, then one line for each job
+    that is over.
+    """
+    if not jobs:
+        return [NO_JOB, *daemon_lines(reply)]
+    lines = [line for job in ordered(jobs) if not job.is_over for line in [*brief_job_lines(job), ""]]
+    over = [job for job in ordered(jobs) if job.is_over]
+    if over:
+        lines += [*over_table(over), HOW_TO_GO_ON, ""]
+    return lines + daemon_lines(reply)
+
+
+def daemon_lines(reply: pb.StatusReply) -> list[str]:
+    """Returns the lines about the daemon that has answered."""
     limit = f" of {format_bytes(reply.limit_bytes)}" if reply.limit_bytes else ""
     daemon = (
         f"daemon  {reply.node}, reft {reply.version}, pid {reply.pid}, holds {format_bytes(reply.held_bytes)}{limit}"
@@ -37,21 +64,12 @@ def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
     if reply.damaged_slots:
         daemon += f", found {counted(reply.damaged_slots, 'slot')} changed in memory"
         daemon += f" and repaired {reply.repaired_slots}" if reply.repaired_slots else ""
-    if not jobs:
-        return ["no job is held here.", daemon]
-    return [line for job in jobs for line in [*job_lines(job), ""]] + wrapped("", daemon)
+    return wrapped("", daemon)
 
 
 def job_lines(job: JobView) -> list[str]:
     """Returns the lines of one job: identity, health, protection, nodes, ranks, survived losses."""
-    ranks = f"{counted(job.world, 'rank')} on {counted(len(job.nodes), 'node')}"
-    every = f", every {job.every} steps" if job.every > 1 else ""
-    name = job.script.rpartition("/")[2]
-    lines = wrapped("job     ", f"{job.job}  {name + ', ' if name else ''}{ranks}{every}, up {duration(job.up_s)}")
-    lines += wrapped("health  ", f"{job.health.value}  {job.reason}")
-    if job.remedy:
-        lines += wrapped("fix     ", job.remedy)
-    lines += protection_lines(job)
+    lines = head_lines(job) + protection_lines(job)
     if job.storage is not None:
         lines += storage_lines(job.storage)
     lines += memory_lines(job)
@@ -59,16 +77,56 @@ def job_lines(job: JobView) -> list[str]:
     return lines
 
 
-def protection_lines(job: JobView) -> list[str]:
-    """Returns lines about the job's protection now.
+def brief_job_lines(job: JobView) -> list[str]:
+    """Returns at most BRIEF_LINES lines of one job: held step, survived losses, troubles."""
+    lines = head_lines(job) + protected_lines(job) + losses_lines(job)
+    if job.storage is not None:
+        lines += storage_lines(job.storage)
+    lines += exposed_lines(job) + short_of_slots_lines(job)
+    for node in job.nodes:
+        lines += wrapped("node    ", f"{node.node}: {node.reason}") if node.reason else []
+    if len(lines) > BRIEF_LINES:
+        rest = len(lines) - BRIEF_LINES + 1
+        lines = [*lines[: BRIEF_LINES - 1], cut(f"more    {counted(rest, 'line')}: reft-cli status {job.job}", WIDTH)]
+    return lines
 
-    They tell how good the protection is, by which codes, and which parts lack it.
-    """
+
+def over_table(jobs: Sequence[JobView]) -> list[str]:
+    """Returns one line for each job that is over."""
+    rows = [
+        (job.job, cut(script_of(job) or NONE, SCRIPT_SHOWN), job.state, job.health.value, number(job.whole),
+         NONE if job.ended_s is None else f"{duration(job.ended_s)} ago", NONE if job.kept_s is None else duration(job.kept_s))
+        for job in jobs
+    ]  # fmt: skip
+    return aligned(("OVER", "SCRIPT", "STATE", "HEALTH", "STEP", "ENDED", "KEPT FOR"), rows, right=4)
+
+
+def script_of(job: JobView) -> str:
+    """Returns the name of the job's script without its folder; empty if it is not known."""
+    return job.script.rpartition("/")[2]
+
+
+def head_lines(job: JobView) -> list[str]:
+    """Returns the lines that say which job this is, and how the job is."""
+    ranks = f"{counted(job.world, 'rank')} on {counted(len(job.nodes), 'node')}"
+    every = f", every {job.every} steps" if job.every > 1 else ""
+    name = script_of(job)
+    lines = wrapped("job     ", f"{job.job}  {name + ', ' if name else ''}{ranks}{every}, up {duration(job.up_s)}")
+    lines += wrapped("health  ", f"{job.health.value}  {job.reason}")
+    if job.remedy:
+        lines += wrapped("fix     ", job.remedy)
+    return lines
+
+
+def protected_lines(job: JobView) -> list[str]:
+    """Returns the word of protection, and how many losses the state survives now."""
     protection = job.protection
     if protection is None:
         return []
     if protection.version is None:
         sentence = "no step can be restored now."
+    elif job.word == ProtectionWord.LOCAL.value:
+        sentence = f"the state survives lost processes. This node is the job's only one: {after_the_node(job)}."
     else:
         sentence = (
             f"any {counted(protection.tolerated, 'failure domain')} can be lost now."
@@ -81,11 +139,45 @@ def protection_lines(job: JobView) -> list[str]:
             sentence += f" {survives(protection.newest.step, protection.version.step, protection.tolerated)}."
     if job.degraded_s:
         sentence += f" Degraded for {age(job.degraded_s)} since the last restore."
-    lines = wrapped("protect ", f"{job.word}  {sentence}")
+    return wrapped("protect ", f"{job.word}  {sentence}")
+
+
+def after_the_node(job: JobView) -> str:
+    """Returns what is left if the only node of the job is lost."""
+    if job.storage is None:
+        return "nothing is left after it"
+    if job.storage.persisted is None:
+        return "nothing is left after it until a checkpoint is on storage"
+    return f"after it, step {job.storage.persisted} is left on storage"
+
+
+def losses_lines(job: JobView) -> list[str]:
+    """Returns which losses the state survives, and which not, in one sentence each."""
+    held, lost = ([loss for loss, survives, _ in job.survives if survives is each] for each in (True, False))
+    words = [f"survived: {'; '.join(held)}."] if held else []
+    words += [f"Not survived: {'; '.join(lost)}."] if lost else []
+    return wrapped("losses  ", " ".join(words))
+
+
+def exposed_lines(job: JobView) -> list[str]:
+    """Returns what is not protected as requested. One node alone could not do better."""
+    if job.protection is None or job.word == ProtectionWord.LOCAL.value:
+        return []
+    return [line for exposure in job.protection.exposed for line in wrapped("exposed ", exposure.what)]
+
+
+def protection_lines(job: JobView) -> list[str]:
+    """Returns lines about the job's protection now.
+
+    They tell how good the protection is, by which codes, and which parts lack it.
+    """
+    protection = job.protection
+    if protection is None:
+        return []
+    lines = protected_lines(job)
     if job.exchange is not None:
         lines += exchange_lines(job.exchange)
-    for exposure in protection.exposed:
-        lines += wrapped("exposed ", exposure.what)
+    lines += exposed_lines(job)
     for name, ranks in job.own[:OWN_SHOWN]:
         lines += wrapped("differs ", f"{name} is not the same on ranks {spans(ranks)}: each rank keeps its own copy.")
     if len(job.own) > OWN_SHOWN:
@@ -183,13 +275,18 @@ def memory_lines(job: JobView) -> list[str]:
     if job.peak_bytes:
         held, peak = format_bytes(job.held_bytes), format_bytes(job.peak_bytes)
         lines += wrapped("memory  ", f"{held} held, at most {peak} in a change of shape.")
+    return lines + short_of_slots_lines(job)
+
+
+def short_of_slots_lines(job: JobView) -> list[str]:
+    """Returns a sentence on the ranks that have fewer slots than they want."""
     short = [rank for rank in job.ranks if rank.state == "training" and rank.slots < rank.wanted_slots]
-    if short:
-        which = f"{'rank' if len(short) == 1 else 'ranks'} {spans([rank.rank for rank in short])}"
-        verb = "runs" if len(short) == 1 else "run"
-        few, wanted = min(rank.slots for rank in short), max(rank.wanted_slots for rank in short)
-        lines += wrapped("slots   ", f"{which} {verb} on {few} of {wanted} slots since the layout changed.")
-    return lines
+    if not short:
+        return []
+    which = f"{'rank' if len(short) == 1 else 'ranks'} {spans([rank.rank for rank in short])}"
+    verb = "runs" if len(short) == 1 else "run"
+    few, wanted = min(rank.slots for rank in short), max(rank.wanted_slots for rank in short)
+    return wrapped("slots   ", f"{which} {verb} on {few} of {wanted} slots since the layout changed.")
 
 
 def what_if_lines(

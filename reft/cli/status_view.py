@@ -5,8 +5,9 @@ Lines for people: `status_text`. Pure functions: no clock, no socket, no termina
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from reft.core.coding.turn_pace import TurnPace
@@ -15,6 +16,7 @@ from reft.core.recovery.holdings import Holdings
 from reft.core.status.health import Health, JobFacts, RankFacts, held_version, judge, survival
 from reft.core.status.loss_analysis import LossReport
 from reft.core.status.protection import Protection
+from reft.errors import split_remedy
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import holders_of_mismatched
@@ -154,7 +156,11 @@ class StorageView:
 
 @dataclass(frozen=True)
 class JobView:
-    """One job with its health."""
+    """One job with its health.
+
+    `ended_s` is the time since its last trainer ended; None: not known, or a trainer lives.
+    `kept_s` is how long the asked daemon keeps its slots yet; None: a trainer lives there.
+    """
 
     job: str
     named: bool
@@ -181,6 +187,41 @@ class JobView:
     remedy: str
     exchange: ExchangeView | None = None
     storage: StorageView | None = None
+    ended_s: float | None = None
+    kept_s: float | None = None
+
+    @property
+    def state(self) -> str:
+        """How the job is: training, lost, silent, waiting, failed or ended.
+
+        Of a silent job a node does not answer, so trainers may live there. A waiting job had no
+        trainer yet, for example in an attach. A trainer of a failed job did not close its session.
+        """
+        states = {rank.state for rank in self.ranks}
+        if "training" in states:
+            return "training"
+        if self.health is Health.ERR:
+            return "lost"
+        if any(node.state == "silent" for node in self.nodes):
+            return "silent"
+        if not any(rank.pid for rank in self.ranks):
+            return "waiting"
+        return "failed" if "gone" in states else "ended"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no trainer is left, and the state can be restored."""
+        return self.state in ("failed", "ended")
+
+
+def ordered(jobs: Iterable[JobView]) -> list[JobView]:
+    """Returns the jobs for a reader: those that train first, then the newest end first."""
+
+    def place(job: JobView) -> tuple[int, float, str]:
+        rank = 0 if job.state == "training" else 2 if job.is_over else 1
+        return rank, inf if job.ended_s is None else job.ended_s, job.job
+
+    return sorted(jobs, key=place)
 
 
 def worst(jobs: Sequence[JobView]) -> Health:
@@ -210,7 +251,8 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         max(status.every, 1), protection, status.degraded, mismatched, holdings,
         status.storage.trouble if status.named else "",
     )  # fmt: skip
-    health, reason = judge(facts)
+    health, sentence = judge(facts)
+    reason, remedy = split_remedy(sentence)
     ranks = [_rank_view(entry) for entry in entries]
     own = holders_of_mismatched(job_survey.manifest) if job_survey and job_survey.manifest else ()
     return JobView(
@@ -218,8 +260,10 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         health, reason, whole.step if whole else None, base.step if base else None,
         _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
         protection, status.degraded_s, mismatched, own, status.held_bytes, status.peak_bytes,
-        holdings.remedy if holdings else "", _exchange_view(status.exchange) if status.HasField("exchange") else None,
+        (holdings.remedy if holdings else "") or remedy,
+        _exchange_view(status.exchange) if status.HasField("exchange") else None,
         _storage_view(status.storage) if status.HasField("storage") else None,
+        status.ended_s if status.HasField("ended_s") else None, status.kept_s if status.HasField("kept_s") else None,
     )  # fmt: skip
 
 
@@ -354,6 +398,9 @@ def _job_document(job: JobView) -> dict[str, Any]:
         "every_steps": job.every,
         "epoch": job.epoch,
         "up_s": _rounded(job.up_s),
+        "state": job.state,
+        "ended_s": None if job.state == "training" else _rounded(job.ended_s),
+        "kept_s": None if job.state == "training" else _rounded(job.kept_s),
         "backing": job.backing,
         "health": job.health.value,
         "reason": job.reason,

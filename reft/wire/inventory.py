@@ -197,7 +197,9 @@ class JobSurvey:
         held = [replace(slot, node=self.names[slot.node]) for slot in self.held]
         copies = [replace(copy, node=self.names[copy.node]) for copy in self.copies]
         parity = [replace(slot, node=self.names[slot.node]) for slot in self.parity]
-        return protection(held, copies, self.placements, self.decision, self.inventory.domains, parity)
+        judged = protection(held, copies, self.placements, self.decision, self.inventory.domains, parity)
+        members = len(self.manifest.nodes) if self.manifest else 0
+        return None if judged is None else (replace(judged[0], members=members), judged[1])
 
     def plan_without(self, lost: Collection[str]) -> RecoveryPlan:
         """Returns the recovery plan after the loss of the nodes of these names."""

@@ -23,6 +23,10 @@ def invoke(*arguments: str, daemon: str = ""):
     return CliRunner().invoke(main, list(arguments), env={"REFT_DAEMON": daemon}, catch_exceptions=False)
 
 
+def brief_status(daemon: DaemonProcess) -> list[str]:
+    return invoke("status", daemon=daemon.address).stdout.splitlines()
+
+
 def make_job(daemon: DaemonProcess, name: str, script: str = "") -> None:
     """Makes a job that attached and did nothing: no trainer, no whole step."""
     node = pb.Node(name="test", id="0", addresses=[daemon.address], ranks=[0])
@@ -50,7 +54,7 @@ def test_no_daemon_as_json(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [["--watch", "--json"], ["--watch", "--check"], ["--watch", "--what-if", ""], ["--check", "--what-if", "lose=a"],
-     ["--daemon", "nonsense"], ["x"]],
+     ["--daemon", "nonsense"], ["a", "--job", "b"]],
 )  # fmt: skip
 def test_wrong_usage(arguments):
     assert invoke("status", *arguments).exit_code == 2
@@ -64,7 +68,7 @@ def test_an_empty_what_if_is_wrong_usage(daemon):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["status", "--jsn"], ["status", "extra"], ["purge"], ["timeline", "j", "--rank", "x"], ["demo", "--steps", "1"], ["none"]],
+    [["status", "--jsn"], ["status", "run1", "extra"], ["timeline", "j", "--rank", "x"], ["demo", "--steps", "1"], ["none"]],
 )  # fmt: skip
 def test_usage_errors_are_json_with_json(arguments):
     assert "Usage: " in invoke(*arguments).stderr
@@ -109,7 +113,7 @@ def test_wrong_combinations_are_json_errors_with_json(daemon):
 
 
 def test_no_such_job(daemon):
-    for arguments in (["status", "--job", "other"], ["purge", "other", "--yes"]):
+    for arguments in (["status", "--job", "other"], ["status", "other"], ["purge", "other", "--yes"]):
         result = invoke(*arguments, daemon=daemon.address)
         assert result.exit_code == 11
         assert "holds no job 'other'" in result.stderr
@@ -120,6 +124,13 @@ def test_a_job_that_was_trained_is_shown_and_purged(daemon):
     result = invoke("status", "--check", "--job", "trained", daemon=daemon.address)
     assert result.exit_code == 0
     assert "health  OK  training has ended; step 3 is still held." in result.stdout
+    assert "protect LOCAL  the state survives lost processes." in result.stdout
+    assert invoke("status", "trained", daemon=daemon.address).stdout.startswith("job     trained")
+    assert invoke("status", "--all", daemon=daemon.address).stdout.startswith("job     trained")
+    (words,) = (line.split() for line in brief_status(daemon) if line.startswith("trained"))
+    assert words[2:5] == ["ended", "OK", "3"] and words[-1].startswith("29m")
+    (document,) = json.loads(invoke("status", "--json", daemon=daemon.address).stdout)["jobs"]
+    assert document["state"] == "ended" and 0 < document["ended_s"] < 60 and 1740 < document["kept_s"] < 1800
     asked = invoke("purge", "trained", daemon=daemon.address)
     assert asked.exit_code == 2 and "--yes" in asked.stderr
     purged = json.loads(invoke("purge", "trained", "--yes", "--json", daemon=daemon.address).stdout)

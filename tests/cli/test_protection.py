@@ -84,6 +84,28 @@ def test_a_protected_job():
     assert "two nodes                 NO        all steps of this run" in lines
 
 
+@pytest.mark.parametrize(
+    ("storage", "left"),
+    [
+        (None, "nothing is left after it."),
+        (pb.StorageStatus(persisted=-1, step=-1), "nothing is left after it until a checkpoint is on storage."),
+        (pb.StorageStatus(persisted=32, step=-1), "after it, step 32 is left on storage."),
+    ],
+)
+def test_one_node_alone_is_not_warned_of_what_can_not_be_otherwise(storage, left):
+    lines = lines_of(job_survey(1), storage=storage)
+    text = " ".join(" ".join(lines).split())
+    assert lines[1] == "health  OK  step 40 is held by the one rank."
+    assert "protect LOCAL the state survives lost processes. This node is the job's only one: " + left in text
+    assert not any(line.startswith("exposed") for line in lines)
+    status = job(rank(0))
+    view = status_view.job_view(status, job_survey(1))
+    (document,) = status_view.document(reply(status), [view], "x")["jobs"]
+    assert (document["health"], document["protection"]["word"]) == ("OK", "LOCAL")
+    assert status_view.worst([view]) is Health.OK
+    assert any(line.startswith("protect LOCAL") for line in status_text.brief_lines(reply(status), [view]))
+
+
 def test_a_node_is_lost():
     lines = lines_of(job_survey(4, {2}), silent_nodes=["node-c"])
     assert lines[1:5] == [

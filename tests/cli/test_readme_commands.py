@@ -48,6 +48,9 @@ def test_what_is_typed_while_a_job_trains_and_once_a_node_is_lost(nodes, tmp_pat
         until(lambda: newest_whole(node1) >= 7, what="that step 7 is whole")
         assert "PROTECTED" in reader.run("reft-cli status")
         assert reader.run("reft-cli status --check")
+        assert "LOSS OF" not in reader.run("reft-cli status")
+        assert reader.run("reft-cli status run1").startswith("job     run1")
+        assert "LOSS OF" in reader.run("reft-cli status --all")
         job = json.loads(reader.run("reft-cli status --job run1 --json"))["jobs"][0]
         assert [node["node"] for node in job["nodes"]] == ["node1", "node2"]
         reader.run("reft-cli status --job run1 --what-if lose=node2")

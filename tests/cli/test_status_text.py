@@ -9,6 +9,7 @@ import pytest
 from reft.cli import status_text, status_view
 from reft.cli.main import coloured, marked
 from reft.core.status.health import Health
+from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
 EPOCH = pb.Epoch(counter=2, ident=bytes(16))
@@ -62,8 +63,91 @@ def test_the_lines_of_a_healthy_job():
     ]
 
 
+def brief(*jobs: pb.JobStatus, survey: JobSurvey | None = None) -> list[str]:
+    return status_text.brief_lines(reply(*jobs), [status_view.job_view(each, survey) for each in jobs])
+
+
+def over(name: str, ended_s: float | None = 60.0, **changes: object) -> pb.JobStatus:
+    """Returns a job whose trainers have ended."""
+    return job(rank(0, alive=False, **{"closed": True, **changes}), job=name, ended_s=ended_s, kept_s=1740.0)
+
+
 def test_no_job():
-    assert lines_of()[0] == "no job is held here."
+    assert lines_of()[0] == brief()[0] == "no job is held here."
+
+
+def test_thirteen_ended_jobs_and_a_running_one_fit_a_screen():
+    ended = [over(f"trial-{i}", 60.0 * (13 - i) ** 3, closed=i != 11) for i in range(13)]
+    lines = brief(*ended, job(rank(0), rank(1)))
+    assert lines[:8] == [
+        "job     run1  train.py, 2 ranks on 1 node, up 2h13m",
+        "health  OK  step 40 is held by all 2 ranks.",
+        "losses  survived: any number of trainers; a daemon, trainers alive; daemons and",
+        "        trainers. Not survived: a node.",
+        "",
+        "OVER      SCRIPT    STATE   HEALTH  STEP       ENDED  KEPT FOR",
+        "trial-12  train.py  ended   OK        40   1m00s ago    29m00s",
+        "trial-11  train.py  failed  WARN      40   8m00s ago    29m00s",
+    ]
+    assert lines[18:] == [
+        "trial-0   train.py  ended   OK        40   1d12h ago    29m00s",
+        "All of one job: reft-cli status JOB. To free its memory: reft-cli purge JOB.",
+        "",
+        "daemon  node-a, reft 0.1.0, pid 7, holds 6.0 MiB of 1.0 GiB",
+    ]
+    assert len(lines) == 22 and max(map(len, lines)) <= status_text.WIDTH
+
+
+def test_all_lines_show_the_running_job_first_too():
+    lines = lines_of(over("a"), job(rank(0)), over("b", None), over("c", 2.0))
+    assert [line.split()[1] for line in lines if line.startswith("job ")] == ["run1", "c", "a", "b"]
+
+
+def test_a_running_job_has_ten_lines_at_most():
+    signals = [pb.NodeSignal(node=f"node-{i}", signal="SUSPECT", reason=f"reason {i}.") for i in range(9)]
+    lines = brief(job(*(rank(i, f"node-{i}") for i in range(9)), signals=signals))
+    assert lines[4:11] == [
+        *(f"node    node-{i}: reason {i}." for i in range(5)), "more    4 lines: reft-cli status run1", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [
+        (job(rank(0), rank(1, alive=False)), "training"),
+        (over("a"), "ended"),
+        (over("a", closed=False), "failed"),
+        (over("a", pid=0, closed=False), "waiting"),
+        (job(rank(0, alive=False, closed=True), world=2, silent_nodes=["node-b"]), "silent"),
+    ],
+)
+def test_only_a_job_that_is_surely_over_takes_one_line(status, state):
+    view = status_view.job_view(status)
+    assert view.state == state and view.is_over is (state in ("ended", "failed"))
+    assert brief(status)[0].startswith("OVER " if view.is_over else "job ")
+    (document,) = status_view.document(reply(status), [view], "x")["jobs"]
+    times = None if state != "training" and not status.HasField("ended_s") else (60.0, 1740.0)
+    times = (None, None) if state == "training" or times is None else times
+    assert (document["state"], document["ended_s"], document["kept_s"]) == (state, *times)
+
+
+def test_long_names_of_jobs_that_are_over_are_cut():
+    status = over("j" * 200)
+    status.script = "s" * 200
+    assert max(map(len, brief(status))) <= status_text.WIDTH
+
+
+def test_a_remedy_has_a_line_of_its_own():
+    lines = lines_of(job(rank(0, trouble="the slot is full.\nFix: slots=4"), rank(1, trouble="the slot is full.")))
+    assert lines[1:3] == [
+        "health  WARN  rank 0 and 1 more rank skip snapshots: the slot is full. Step 40 is held.",
+        "fix     slots=4",
+    ]
+    status = job(rank(0, trouble="full.\nFix: slots=4"))
+    (document,) = status_view.document(reply(status), [status_view.job_view(status)], "x")["jobs"]
+    assert (document["reason"], document["remedy"]) == (
+        "rank 0 skips snapshots: full. Step 40 is held.", "slots=4",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

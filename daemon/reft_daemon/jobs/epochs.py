@@ -84,6 +84,7 @@ def adopt(job: JobRecord) -> None:
     Raises:
         OSError: a slot, a capsule or a trainer can't be examined for now.
     """
+    job.since_s = job.ended_s  # nobody knows when the trainers ended
     job.degraded.start_epoch(job.record)
     job.slots.add(job.arena.adopt(job.id))
     job.capsule_replication.store.adopt()

@@ -142,6 +142,11 @@ class JobRecord:
         return any(lease.watch is not None for lease in self.leases.values())
 
     @property
+    def has_seen_end(self) -> bool:
+        """Whether this daemon saw a trainer end, since the decision or since it adopted the job."""
+        return bool(self.leases) and self.ended_s > self.since_s
+
+    @property
     def has_failed(self) -> bool:
         """Whether a trainer of this epoch ended without closing its session."""
         return any(not lease.closed and lease.watch is None for lease in self.leases.values())

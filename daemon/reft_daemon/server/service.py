@@ -32,7 +32,7 @@ from reft_daemon.membership.monitors import JobNotWatched
 from reft_daemon.peers.round_replicator import reason_of
 from reft_daemon.peers.survey_dedup import clear_known_manifests, digests_of, without_repeats
 from reft_daemon.rebuild.rebuild import Rebuild
-from reft_daemon.registry import Registry, UnknownJob
+from reft_daemon.registry import Registry, UnknownJob, living_pids
 
 STATUS_DEADLINE_S = 1.0
 REBUILD_DEADLINE_S = 3600.0  # for a forwarded rebuild: time enough to read a node's memory
@@ -381,7 +381,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         if request.job:
             registry.get(request.job)
         jobs = [job for job in registry.jobs.values() if not request.job or job.id == request.job]
-        statuses = [_status(job, self._identity.node) for job in jobs]
+        statuses = [_status(job, self._identity.node, registry.ttl_s.left_s(job)) for job in jobs]
         for job, each in zip(jobs, statuses, strict=True):
             each.signals.extend(registry.heartbeat_service.status(each.job))
             if exchange := registry.turns.status(job):
@@ -399,7 +399,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             beat_bytes_sent=beats.peers.sent["Beat"], beats_sent=beats.beats_sent,
             spare_bytes=registry.arena.pool.bytes, spare_limit_bytes=registry.arena.pool.want.bytes,
             scrubbed_bytes=registry.scrubbed.read_bytes, damaged_slots=registry.scrubbed.damaged,
-            repaired_slots=registry.scrubbed.repaired,
+            repaired_slots=registry.scrubbed.repaired, agents=living_pids(registry.agents),
         )  # fmt: skip
 
     async def _ask_peers(self, job: JobRecord, status: pb.JobStatus) -> None:
@@ -418,6 +418,7 @@ class DaemonService(pb_grpc.DaemonServicer):
                 status.held_bytes += reply.jobs[0].held_bytes
                 status.peak_bytes += reply.jobs[0].peak_bytes
                 merge_signals(status, reply.jobs[0])
+                merge_end(status, reply.jobs[0])
                 if reply.jobs[0].HasField("storage"):  # from the coordinator
                     status.storage.CopyFrom(reply.jobs[0].storage)
             else:
@@ -526,6 +527,12 @@ def merge_signals(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
             seen[each.node_id].CopyFrom(each)
 
 
+def merge_end(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
+    """Takes over when the last trainer ended on another daemon of the job, if that was later."""
+    if theirs.HasField("ended_s") and (not ours.HasField("ended_s") or theirs.ended_s < ours.ended_s):
+        ours.ended_s = theirs.ended_s
+
+
 def _check_sizes(request: pb.LeaseRequest) -> None:
     """Raises ConfigError for sizes that no trainer requests.
 
@@ -559,7 +566,7 @@ def _other_job(job: JobRecord) -> pb.OtherJob:
     return other_job
 
 
-def _status(job: JobRecord, node: str) -> pb.JobStatus:
+def _status(job: JobRecord, node: str, kept_s: float) -> pb.JobStatus:
     manifest = job.record.manifest
     status = pb.JobStatus(
         job=job.id, named=manifest.named, world=manifest.world, whole=job.round.outcome.whole if job.round else -1,
@@ -570,6 +577,10 @@ def _status(job: JobRecord, node: str) -> pb.JobStatus:
         mismatched=sorted(job.round.outcome.mismatched) if job.round else [],
         held_bytes=job.held_bytes, peak_bytes=job.peak_bytes,
     )  # fmt: skip
+    if not job.is_live:
+        status.kept_s = kept_s
+        if job.has_seen_end:
+            status.ended_s = time.monotonic() - job.ended_s
     if job.record.HasField("decision"):
         status.epoch.CopyFrom(job.record.decision.epoch)
         if job.record.decision.HasField("base"):

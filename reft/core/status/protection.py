@@ -9,7 +9,8 @@ This module only finds words; `loss_analysis` decides.
 Invariants
   1. "now" includes earlier losses. After a loss the word is DEGRADED until all bytes lie as the
      placement says.
-  2. A job whose placement survives no lost domain is UNPROTECTED, whatever nodes hold it.
+  2. A job whose placement survives no lost domain is LOCAL if it has one node, since no other node
+     could keep anything, and UNPROTECTED if it has more.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class ProtectionWord(Enum):
     PROTECTED = "PROTECTED"
     DEGRADED = "DEGRADED"
     UNPROTECTED = "UNPROTECTED"
+    LOCAL = "LOCAL"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Protection:
         newest: of a job that exchanges state, the newest version that can be restored now. It is
             newer than `version` while its parity is not made: then it survives processes only. The
             same as `version` for other jobs.
+        members: number of nodes of the job, whether they answer or not; 0: unknown.
     """
 
     version: Version | None
@@ -96,12 +99,15 @@ class Protection:
     domains: int = 0
     fatal_domains: tuple[str, ...] = ()
     newest: Version | None = None
+    members: int = 0
 
     @property
     def word(self) -> ProtectionWord:
         if self.tolerated < self.meant or self.version is None:
             return ProtectionWord.DEGRADED
-        return ProtectionWord.PROTECTED if self.meant > 0 else ProtectionWord.UNPROTECTED
+        if self.meant > 0:
+            return ProtectionWord.PROTECTED
+        return ProtectionWord.LOCAL if self.members == 1 else ProtectionWord.UNPROTECTED
 
 
 def protection(

@@ -869,7 +869,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ..., slots: _Optional[int] = ..., wanted_slots: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "held_bytes", "peak_bytes", "signals", "exchange", "storage")
+    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "held_bytes", "peak_bytes", "signals", "exchange", "storage", "ended_s", "kept_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -890,6 +890,8 @@ class JobStatus(_message.Message):
     SIGNALS_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    KEPT_S_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     world: int
@@ -910,7 +912,9 @@ class JobStatus(_message.Message):
     signals: _containers.RepeatedCompositeFieldContainer[NodeSignal]
     exchange: ExchangeStatus
     storage: StorageStatus
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ..., exchange: _Optional[_Union[ExchangeStatus, _Mapping]] = ..., storage: _Optional[_Union[StorageStatus, _Mapping]] = ...) -> None: ...
+    ended_s: float
+    kept_s: float
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ..., exchange: _Optional[_Union[ExchangeStatus, _Mapping]] = ..., storage: _Optional[_Union[StorageStatus, _Mapping]] = ..., ended_s: _Optional[float] = ..., kept_s: _Optional[float] = ...) -> None: ...
 
 class StorageStatus(_message.Message):
     __slots__ = ("persisted", "age_s", "nbytes", "took_s", "step", "since_s", "written_bytes", "total_bytes", "trouble", "every_s")
@@ -995,7 +999,7 @@ class ReplayStatus(_message.Message):
     def __init__(self, lane: _Optional[int] = ..., reason: _Optional[str] = ..., verified: _Optional[int] = ..., lag: _Optional[int] = ..., marks: _Optional[int] = ..., cpu_s: _Optional[float] = ..., left_out: _Optional[int] = ..., log: _Optional[int] = ..., verdict: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots", "repaired_slots")
+    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots", "repaired_slots", "agents")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -1014,6 +1018,7 @@ class StatusReply(_message.Message):
     SCRUBBED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     REPAIRED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    AGENTS_FIELD_NUMBER: _ClassVar[int]
     node: str
     node_id: str
     version: str
@@ -1032,7 +1037,8 @@ class StatusReply(_message.Message):
     scrubbed_bytes: int
     damaged_slots: int
     repaired_slots: int
-    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ..., beat_bytes_sent: _Optional[int] = ..., beats_sent: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., spare_limit_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., damaged_slots: _Optional[int] = ..., repaired_slots: _Optional[int] = ...) -> None: ...
+    agents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ..., beat_bytes_sent: _Optional[int] = ..., beats_sent: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., spare_limit_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., damaged_slots: _Optional[int] = ..., repaired_slots: _Optional[int] = ..., agents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PurgeRequest(_message.Message):
     __slots__ = ("job", "memory_only")

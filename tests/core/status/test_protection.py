@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -104,8 +105,15 @@ def test_a_step_that_is_being_sealed_does_not_count():
 @pytest.mark.parametrize(("domains", "f", "scheme"), [(1, None, "aec"), (4, 0, "aec")])
 def test_a_job_without_protection_is_unprotected(domains, f, scheme):
     protected = judged(placed(domains, f, scheme), *holdings(domains, 0, 7, set(range(domains))))
-    assert protected.word is ProtectionWord.UNPROTECTED if domains > 1 else protected.meant == 0
+    assert protected.word is ProtectionWord.UNPROTECTED and protected.meant == 0
     assert protected.exposed
+
+
+def test_one_node_alone_is_local():
+    alone = judged(placed(1, None), *holdings(1, 0, 7, {0}))
+    assert replace(alone, members=1).word is ProtectionWord.LOCAL
+    assert replace(alone, members=2).word is ProtectionWord.UNPROTECTED, "two nodes of one rack"
+    assert replace(alone, members=1, version=None).word is ProtectionWord.DEGRADED, "nothing is held"
 
 
 def test_without_a_placement_protection_is_unknown():
