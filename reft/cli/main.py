@@ -1,6 +1,6 @@
-"""`reft-cli`: status, recover, persist, list, verify, purge, timeline, demo: the exit codes of all.
+"""`reft-cli`: status, recover, persist, list, verify, purge, timeline, demo, rehearse: exit codes.
 
-0 done   1 failed   2 wrong usage   3 WARN (with --check)
+0 done   1 failed   2 wrong usage, or not deterministic (rehearse)   3 WARN (with --check)
 4 ERR (with --check), not survived (--what-if), or not recoverable (recover)
 10 no daemon   11 no such job   129 terminal closed   130 Ctrl-C   143 SIGTERM
 """
@@ -94,7 +94,9 @@ def main() -> None:
     Exit codes:
       0    done
       1    failed
+           rehearse: the run does not go on bit for bit
       2    wrong usage
+           rehearse: the script is not deterministic by itself
       3    status --check: the health of a job is WARN
       4    status --check: the health of a job is ERR
            status --what-if: the state would be lost
@@ -347,6 +349,68 @@ def demo(as_json: bool, steps: int, keep_logs: bool) -> None:
     if as_json:
         click.echo(json.dumps(result.document(), indent=2))
     sys.exit(0 if result.passed else EXIT_FAILED)
+
+
+@main.command(
+    context_settings={"allow_interspersed_args": False},
+    short_help="Tries whether your own script goes on bit for bit after a kill.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--steps", default=30, show_default=True, type=click.IntRange(min=4), help="Steps to compare.")
+@click.option(
+    "--kill", default="rank", show_default=True, type=click.Choice(["rank", "all", "daemon"]),
+    help="SIGKILL one rank; or all ranks and their launcher; or the daemon, then a rank.",
+)  # fmt: skip
+@click.option(
+    "--cwd", "folder", metavar="DIR", type=click.Path(path_type=Path),
+    help="Run in the fresh folders DIR/a and DIR/b.",
+)  # fmt: skip
+@click.option(
+    "--timeout", "timeout_s", default=600.0, show_default=True, metavar="S", type=click.FloatRange(min=1.0),
+    help="Seconds for each of the two runs.",
+)  # fmt: skip
+@json_option
+def rehearse(
+    command: tuple[str, ...], steps: int, kill: str, folder: Path | None, timeout_s: float, as_json: bool
+) -> None:
+    """Tries whether COMMAND, your own training, goes on bit for bit after a kill.
+
+    COMMAND runs twice on this host: once undisturbed, once with a SIGKILL in the middle. Then each
+    step is compared: inputs of the model, random generators, parameter groups, state=, and every
+    tensor. The first difference is named, with its likely cause and the remedy.
+
+    \b
+      reft-cli rehearse -- torchrun --nproc-per-node=2 --max-restarts=3 train.py
+      reft-cli rehearse --kill all -- python train.py
+
+    Both runs end after --steps steps, by SIGKILL. Each has a daemon of its own, and leaves nothing
+    in memory. A command that ends by the kill is started again. The script may read
+    REFT_REHEARSAL=1, and writes its own outputs twice: --cwd gives each run a fresh folder, where
+    relative paths that the script opens begin.
+
+    \b
+    Exit codes:
+      0   bit-equal after the kill
+      1   different, or state was forgotten: the likely cause is named
+          a run failed: its log is shown
+      2   the runs differ before the kill: not deterministic by itself
+    """
+    from reft.cli.rehearse.report import EXIT_CODES, document, first_lines, report_lines
+    from reft.cli.rehearse.run import RehearsalRequest, rehearse
+
+    def say(line: str) -> None:
+        click.echo(line, err=as_json)
+
+    with failing(as_json):
+        for line in first_lines(list(command), folder is not None):
+            say(line)
+        report = rehearse(RehearsalRequest(command, steps, kill, folder, timeout_s), say)
+    if as_json:
+        click.echo(json.dumps(document(report), indent=2))
+    else:
+        for line in report_lines(report):
+            click.echo(line)
+    sys.exit(EXIT_CODES[report.result.outcome])
 
 
 @main.command("list")

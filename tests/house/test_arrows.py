@@ -57,7 +57,7 @@ LAYERS = {
         ),
     ),
     "reft.core": (
-        *("status", "persist", "recovery", "commit", "coding", "membership", "pipeline", "layout"),
+        *("rehearsal", "status", "persist", "recovery", "commit", "coding", "membership", "pipeline", "layout"),
         *("budget", "text"),
     ),
     "reft.wire": (
@@ -91,6 +91,7 @@ LAYERS = {
     "reft.cli": (
         *(
             "main",
+            "rehearse",
             "demo",
             "export",
             "go_back",

@@ -35,6 +35,7 @@ from reft.wire import daemon_launcher, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 
 TRAINER = "reft.demo.train"
+PREFIX = "reft-demo-"  # of the folders' names
 RESTARTS = 10  # how often an agent may restart its workers
 ROOM_PER_RANK = 48 << 20  # bytes; three slots of the demo's model take 10 MiB
 DAEMON_START_S = 30.0
@@ -274,23 +275,23 @@ def await_daemon(node: PretendNode) -> None:
     raise DemoError(f"the daemon of {node.name} did not start:\n{node.log.read_text(errors='replace')[-2000:]}")
 
 
-def short_folder() -> Path:
+def short_folder(prefix: str = PREFIX) -> Path:
     """Returns a new folder for sockets, with a short path: socket paths have a limit."""
-    folder = Path(tempfile.mkdtemp(prefix="reft-demo-"))
-    if len(os.fsencode(folder / "node-a.sock.ln")) <= rpc.UNIX_PATH_MAX:
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    if len(os.fsencode(folder / "daemon.sock.ln")) <= rpc.UNIX_PATH_MAX:
         return folder
     folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="reft-demo-", dir="/tmp"))
+    return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
 
 
-def slots_folder(need_bytes: int, otherwise: Path) -> Path:
+def slots_folder(need_bytes: int, otherwise: Path, prefix: str = PREFIX) -> Path:
     """Returns a new folder in shared memory if there is room, else in `otherwise`.
 
     Containers often have 64 MiB of shared memory, or none.
     """
     shared = Path("/dev/shm")
     if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= need_bytes:
-        return Path(tempfile.mkdtemp(prefix="reft-demo-", dir=shared))
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=shared))
     folder = otherwise / "slots"
     folder.mkdir()
     return folder

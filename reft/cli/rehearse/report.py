@@ -1,0 +1,117 @@
+"""What a person and a script are told about a rehearsal."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any, Final
+
+from reft.cli.rehearse.run import RehearsalReport
+from reft.core.rehearsal.causes import LikelyCause
+from reft.core.rehearsal.compare import MarkDifference
+from reft.core.rehearsal.judge import RehearsalOutcome
+from reft.core.text import counted, every, more
+
+SCHEMA_VERSION: Final = 1
+EXIT_CODES: Final = {
+    RehearsalOutcome.EQUAL: 0,
+    RehearsalOutcome.DIFFERENT: 1,
+    RehearsalOutcome.FORGOTTEN: 1,
+    RehearsalOutcome.NOT_DETERMINISTIC: 2,
+}
+NAMES_SHOWN = 3
+
+
+def first_lines(report_arguments: list[str], has_folder: bool) -> Iterator[str]:
+    """Yields what is said before the runs."""
+    yield f"reft rehearse: {shlex.join(report_arguments)}"
+    if not has_folder:
+        yield "The script runs twice, and writes its outputs twice, here. --cwd DIR runs it in a fresh folder."
+
+
+def report_lines(report: RehearsalReport) -> Iterator[str]:
+    """Yields the judgement for a person."""
+    result = report.result
+    yield (
+        f"Killed after step {report.killed_after}; "
+        + (f"step {result.base} came back from {result.source}; " if result.source else "nothing came back; ")
+        + f"{result.recovery_s:.1f} s from kill to the next step."
+    )
+    if result.outcome is RehearsalOutcome.NOT_DETERMINISTIC:
+        yield "NOT DETERMINISTIC BY ITSELF: the runs differ before the kill. Recovery has no part in it."
+    elif result.outcome is RehearsalOutcome.DIFFERENT:
+        yield "DIFFERENT: the run does not go on as if nothing had happened."
+    elif result.outcome is RehearsalOutcome.FORGOTTEN:
+        yield f"FORGOTTEN: bit-equal through step {result.through}, but a restart loses state of the script."
+    else:
+        yield f"bit-equal through step {result.through}; {result.recovery_s:.1f} s from kill to the next step"
+    if result.difference:
+        yield f"  first      {difference_words(result.difference)}"
+    for cause in result.causes:
+        yield f"  {'state     ' if result.outcome is RehearsalOutcome.FORGOTTEN else 'cause     '} {cause.text}"
+        yield f"  remedy     {cause.remedy}"
+    if result.difference and not result.causes:
+        yield "  cause      not known: nothing that was recorded explains it"
+    yield from _notes(report)
+    if report.logs:
+        yield f"Logs and records are in {report.logs}."
+
+
+def difference_words(difference: MarkDifference) -> str:
+    """Returns where two runs differ first."""
+    names = ", ".join(difference.names[:NAMES_SHOWN]) + more(len(difference.names[NAMES_SHOWN:]), "other")
+    return f"step {difference.step}, rank {difference.rank}: {difference.kind.value} ({names})"
+
+
+def _notes(report: RehearsalReport) -> Iterator[str]:
+    """Yields what was not compared, and what was not reached."""
+    result = report.result
+    compared = counted(result.compared, "step")
+    yield f"  compared   {compared} after the kill, on {every(result.ranks, 'rank')}"
+    if result.unseeded and result.outcome is not RehearsalOutcome.NOT_DETERMINISTIC:
+        yield f"  not seeded {', '.join(result.unseeded)}: other in each run, so not compared"
+    for each in result.suspects:
+        if result.outcome in (RehearsalOutcome.EQUAL, RehearsalOutcome.FORGOTTEN):
+            yield f"  look       the {each.kind} {each} is not in state=: restarts make it anew"
+    if result.busiest is not None:
+        yield f"  reached    step {result.busiest} had the most inputs: validation or the like was in it"
+    if report.is_short:
+        yield f"  not tried  what the script does only in runs of more than {counted(report.steps, 'step')}"
+    else:
+        yield (
+            f"  not tried  what comes after step {result.through}: perhaps an epoch's end, validation, "
+            "checkpoints of the script"
+        )
+
+
+def document(report: RehearsalReport) -> dict[str, Any]:
+    """Returns the document of `rehearse --json`."""
+    result, difference = report.result, report.result.difference
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "outcome": result.outcome.value,
+        "command": list(report.request.arguments),
+        "kill": report.request.kill,
+        "ranks": result.ranks,
+        "steps": report.steps,
+        "killed_after": report.killed_after,
+        "restored_step": result.base,
+        "restored_from": result.source,
+        "compared_through": result.through,
+        "recovery_s": round(result.recovery_s, 2),
+        "difference": difference
+        and {
+            "step": difference.step,
+            "rank": difference.rank,
+            "what": difference.kind.name.lower(),
+            "names": list(difference.names),
+        },
+        "causes": [_cause_document(each) for each in result.causes],
+        "unseeded": list(result.unseeded),
+        "not_in_state": [{"kind": each.kind, "type": each.type, "name": each.name} for each in result.suspects],
+        "logs": str(report.logs) if report.logs else None,
+    }
+
+
+def _cause_document(cause: LikelyCause) -> dict[str, str]:
+    return {"kind": cause.kind, "cause": cause.text, "remedy": cause.remedy}

@@ -1,0 +1,294 @@
+"""One run of the user's command: its processes, its daemon, its folders, and the kill.
+
+The run has a runtime folder of its own, so attach starts a daemon of its own. Every process of the
+run inherits the name of that folder, and a clean-up process ends them all, as in the demo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from reft.cli.ask import ask
+from reft.cli.demo import clean_up
+from reft.cli.demo.cluster import short_folder, slots_folder
+from reft.cli.rehearse.records import RecordReader, RehearsalError
+from reft.config import Config, child_environment
+from reft.core.rehearsal.records import RehearsedAttempt
+from reft.errors import ConfigError, DaemonUnavailable
+from reft.wire import daemon_launcher
+from reft.wire.v1 import daemon_pb2 as pb
+
+POLL_S = 0.02
+STATUS_S = 2.0
+WHOLE_S = 2.0  # so long the kill waits for its own step to be whole; then an earlier one will do
+KILLS = ("rank", "all", "daemon")
+LOG_LINES = 25
+# Settings that would join the run to another daemon, job or storage.
+_REPLACED: Final = {"daemon", "runtime_dir", "job", "failpoints", "restore", "lineage", "rehearse"}
+
+
+@dataclass(frozen=True)
+class RehearsedCommand:
+    """What the user wants to run.
+
+    Attributes:
+        arguments: the command, unchanged.
+        folder: where the command runs.
+        import_path: a folder to import modules from; empty: none is added.
+    """
+
+    arguments: Sequence[str]
+    folder: Path
+    import_path: str = ""
+
+
+class RehearsedTraining:
+    """One run. Leaving the block ends every process of the run, and removes its folders.
+
+    Args:
+        name: a or b; the log and the records are NAME.log and NAME.<rank>.jsonl.
+        command: what to run.
+        logs: a folder for logs and records.
+        timeout_s: for the whole run.
+        stop_after: with a step, each rank stops itself while it copies the next step. Only the
+            first attach does so. It keeps a fast script from ending before the kill.
+    """
+
+    def __init__(
+        self, name: str, command: RehearsedCommand, logs: Path, timeout_s: float, stop_after: int | None = None
+    ) -> None:
+        self.folder = short_folder("reft-rehearse-")
+        self._slots = slots_folder(0, self.folder, "reft-rehearse-")
+        self._clean_up = clean_up.start([self.folder, self._slots])
+        self._command = command
+        self._name, self._log = name, logs / f"{name}.log"
+        self._reader = RecordReader(logs / name)
+        self._changes = {
+            clean_up.MARK: str(self.folder),
+            "REFT_DIR": str(self._slots / "slots"),
+            "REFT_JOB": f"rehearsal-{self.folder.name.removeprefix('reft-rehearse-')}",
+            "REFT_REHEARSAL": "1",
+            "REFT_REHEARSE": str(logs / name),
+        }
+        if stop_after is not None:
+            self._changes["REFT_FAILPOINTS"] = f"snapshot.chunk:stop:from={stop_after + 1}:epoch=1"
+        if command.import_path:
+            self._changes["PYTHONPATH"] = command.import_path
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+        self._relaunches = 0
+        self._process = self._launch()
+
+    def __enter__(self) -> RehearsedTraining:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every process of the run with SIGKILL, and removes its folders."""
+        assert self._clean_up.stdin is not None
+        self._clean_up.stdin.close()
+        self._clean_up.wait()
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        try:
+            with open(self._log, "ab") as output:
+                return subprocess.Popen(
+                    self._command.arguments, cwd=self._command.folder, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=output, start_new_session=True, env={**own_environment(), **self._changes},
+                )  # fmt: skip
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"{self._command.arguments[0]!r} can't be started: {error}.",
+                "reft-cli rehearse -- python train.py",
+            ) from error
+
+    # What the ranks have done
+
+    def attempts(self) -> dict[int, list[RehearsedAttempt]]:
+        """Returns what the ranks have recorded until now."""
+        self._reader.poll()
+        return self._reader.attempts()
+
+    def completed(self, after: Mapping[int, int] | None = None) -> int:
+        """Returns how many steps all ranks have completed in their newest attempts.
+
+        Args:
+            after: rank → attempts that don't count.
+        """
+        attempts = self.attempts()
+        if not attempts or len(attempts) < attempts[min(attempts)][-1].attach.world:
+            return 0
+        if any(len(attempts[rank]) <= count for rank, count in (after or {}).items()):
+            return 0
+        return min(max(each[-1].marks, default=0) for each in attempts.values())
+
+    def follow(self, step: int, after: Mapping[int, int] | None = None) -> int:
+        """Waits until all ranks have completed a step, or the script has ended.
+
+        Args:
+            step: the step.
+            after: rank → attempts that don't count: those before the kill. Then a command that
+                failed is started again, once.
+
+        Returns:
+            How many steps all ranks have completed.
+
+        Raises:
+            RehearsalError: the script failed, or the time is over.
+        """
+        while True:
+            code = self._process.poll()  # asked first: what was written before the end counts
+            completed = self.completed(after)
+            if completed >= step or code == 0:
+                return completed
+            if code is not None:
+                if after is None or self._relaunches:
+                    raise RehearsalError(
+                        f"run {self._name.upper()}: the command ended with code {code}.\n{self.tail()}"
+                    )
+                self._relaunches += 1
+                self._process = self._launch()
+            if time.monotonic() > self._end_s:
+                raise RehearsalError(
+                    f"run {self._name.upper()} reached step {completed} of {step} within {self._timeout_s:.0f} s.\n"
+                    f"{self.tail()}",
+                    "a longer --timeout, or fewer --steps",
+                )
+            time.sleep(POLL_S)
+
+    def await_whole(self, step: int) -> None:
+        """Waits until the daemon knows that a step is whole: this one if it can be, else any.
+
+        Raises:
+            RehearsalError: no step is whole in time, or the trainers have another daemon.
+        """
+        patient_until_s = time.monotonic() + WHOLE_S
+        while True:
+            try:
+                jobs = ask(self._address, "Status", pb.StatusRequest(), STATUS_S).jobs
+            except DaemonUnavailable as error:
+                raise RehearsalError(
+                    "the script names a daemon of its own.", "remove daemon= from reft.attach for the rehearsal"
+                ) from error
+            whole = max((job.whole for job in jobs), default=-1)
+            if whole >= step or (whole >= 1 and time.monotonic() > patient_until_s):
+                return
+            if time.monotonic() > self._end_s or self._process.poll() is not None:
+                raise RehearsalError(
+                    f"run {self._name.upper()}: no step is whole.\n{self.tail()}",
+                    "see the log: why ranks have no snapshot",
+                )
+            time.sleep(POLL_S)
+
+    def tail(self) -> str:
+        """Returns the end of the log."""
+        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "\n".join([f"--- the end of {self._log}", *lines])
+
+    # The kill
+
+    @property
+    def _address(self) -> str:
+        return f"unix:{self.folder / 'daemon.sock'}"
+
+    def kill(self, what: str) -> float:
+        """Kills a rank, all ranks with what started them, or the daemon and a rank.
+
+        Returns:
+            The time of the kill.
+
+        Raises:
+            RehearsalError: a process has ended by itself.
+        """
+        pids = {rank: attempts[-1].attach.pid for rank, attempts in self.attempts().items()}
+        daemon = daemon_launcher.hello(self._address).pid
+        victims = [pids[max(pids)]]
+        if what == "all":
+            victims = tree(self._process.pid, without=daemon)
+        elif what == "daemon":
+            victims = [daemon, *victims]
+        killed_s = time.time()
+        try:
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError as error:
+            raise RehearsalError(
+                f"run {self._name.upper()}: process {pid} ended before it could be killed.\n{self.tail()}"
+            ) from error
+        # The other ranks stand still in their copies: see stop_after. Their agent must be heard.
+        for pid in set(pids.values()) - set(victims):
+            with contextlib.suppress(ProcessLookupError):  # the agent was faster
+                os.kill(pid, signal.SIGCONT)
+        return killed_s
+
+
+def tree(root: int, without: int) -> list[int]:
+    """Returns the pids of a process and its descendants, except one subtree."""
+    process = psutil.Process(root)
+    pids = [process.pid]
+    for child in process.children():
+        if child.pid != without:
+            pids += tree(child.pid, without)
+    return pids
+
+
+def own_environment() -> dict[str, str]:
+    """Returns the user's environment, without what joins a trainer to a daemon, job or storage."""
+    kept = {f"REFT_{each.name.upper()}" for each in fields(Config) if each.name not in _REPLACED}
+    return {name: value for name, value in child_environment().items() if not name.startswith("REFT_") or name in kept}
+
+
+def command_in(arguments: Sequence[str], here: Path, folder: Path | None) -> RehearsedCommand:
+    """Returns the command as it runs in a folder.
+
+    Args:
+        arguments: the user's command.
+        here: the folder in which the user typed the command.
+        folder: a folder to make; None: the command runs here.
+
+    Raises:
+        ConfigError: the folder exists.
+    """
+    if folder is None:
+        return RehearsedCommand(arguments, here)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise ConfigError(f"{folder} exists.", "name a fresh folder: --cwd DIR") from error
+    # The script and its other files are named from where the user is.
+    absolute = [str(here / each) if (here / each).is_file() else each for each in arguments[1:]]
+    path = os.pathsep.join(filter(None, [str(here), child_environment().get("PYTHONPATH", "")]))
+    return RehearsedCommand([arguments[0], *absolute], folder, path)
+
+
+def check_one_host(arguments: Collection[str]) -> None:
+    """Checks that the command needs one node only.
+
+    Raises:
+        ConfigError: torchrun would wait for other nodes.
+    """
+    listed = list(arguments)
+    values = [child_environment().get("PET_NNODES", "1")]
+    for index, argument in enumerate(listed):
+        name, equals, value = argument.partition("=")
+        if name == "--nnodes":
+            values.append(value if equals else "".join(listed[index + 1 : index + 2]))
+    fewest = values[-1].partition(":")[0]
+    if fewest != "1":
+        raise ConfigError(
+            f"the command needs {fewest} nodes, and a rehearsal has one host.",
+            "--nnodes=1 with as many --nproc-per-node as this host can run",
+        )

@@ -1,0 +1,150 @@
+"""Compares two runs, mark by mark, and finds the first difference.
+
+The order within a step is the order in which a difference spreads: generators, inputs, parameter
+groups, entries of state=, tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from reft.core.rehearsal.records import AttachRecord, MarkRecord, RehearsedAttempt
+
+RankMarks = Mapping[int, Mapping[int, MarkRecord]]  # rank → step → mark
+
+
+class DifferenceKind(Enum):
+    """What differs; within a step the first of these is named."""
+
+    ATTACH_GENERATORS = "a generator after attach"
+    FORWARD_GENERATORS = "a generator at the first forward"
+    INPUTS = "an input of the model"
+    GROUPS = "a parameter group"
+    STATE = "an entry of state="
+    LEAVES = "a tensor of model or optimizer"
+    MARK_GENERATORS = "a generator at the mark"
+
+
+@dataclass(frozen=True)
+class MarkDifference:
+    """The first difference of two runs.
+
+    Attributes:
+        kind: the first kind that differs in this step.
+        names: what differs, by name, on this rank.
+        kinds: all kinds that differ in this step, on any rank.
+    """
+
+    step: int
+    rank: int
+    kind: DifferenceKind
+    names: Sequence[str]
+    kinds: frozenset[DifferenceKind]
+
+
+def differing(expected: Mapping[str, object], actual: Mapping[str, object]) -> list[str]:
+    """Returns the names whose values differ, or that only one side has."""
+    absent = object()
+    return [name for name in {**expected, **actual} if expected.get(name, absent) != actual.get(name, absent)]
+
+
+def _input_names(expected: MarkRecord, actual: MarkRecord) -> list[str]:
+    if len(expected.inputs) != len(actual.inputs):
+        return [f"{len(expected.inputs)} and {len(actual.inputs)} tensors"]
+    pairs = zip(expected.inputs, actual.inputs, strict=True)
+    return [f"tensor {index}" for index, (one, other) in enumerate(pairs) if one != other]
+
+
+def _group_names(expected: MarkRecord, actual: MarkRecord) -> list[str]:
+    groups = differing(expected.groups, actual.groups)
+    return [
+        f"{group}.{setting}"
+        for group in groups
+        for setting in differing(expected.groups.get(group, {}), actual.groups.get(group, {}))
+    ]
+
+
+def _forward_names(expected: MarkRecord, actual: MarkRecord) -> list[str]:
+    if expected.at_forward is None or actual.at_forward is None:
+        return []
+    return differing(expected.at_forward, actual.at_forward)
+
+
+# The generators are compared but for those that each run seeds anew.
+_NAMES_BY_KIND: Final[Mapping[DifferenceKind, Callable[[MarkRecord, MarkRecord], list[str]]]] = {
+    DifferenceKind.FORWARD_GENERATORS: _forward_names,
+    DifferenceKind.INPUTS: _input_names,
+    DifferenceKind.GROUPS: _group_names,
+    DifferenceKind.STATE: lambda expected, actual: differing(expected.state, actual.state),
+    DifferenceKind.LEAVES: lambda expected, actual: differing(expected.leaves, actual.leaves),
+    DifferenceKind.MARK_GENERATORS: lambda expected, actual: differing(expected.generators, actual.generators),
+}
+_OF_GENERATORS: Final = (DifferenceKind.FORWARD_GENERATORS, DifferenceKind.MARK_GENERATORS)
+
+
+def unseeded_generators(expected: Mapping[int, AttachRecord], actual: Mapping[int, AttachRecord]) -> frozenset[str]:
+    """Returns the generators that differ between two fresh starts, on any rank.
+
+    No comparison can say anything about them.
+    """
+    ranks = expected.keys() & actual.keys()
+    return frozenset(name for rank in ranks for name in differing(expected[rank].generators, actual[rank].generators))
+
+
+def first_difference(expected: RankMarks, actual: RankMarks, unseeded: Iterable[str] = ()) -> MarkDifference | None:
+    """Returns the first difference in the steps that both runs have; None if there is none.
+
+    Args:
+        expected: the marks of the undisturbed run.
+        actual: the marks of the other run.
+        unseeded: generators that are not compared.
+    """
+    ignored = set(unseeded)
+    for step in sorted({step for marks in actual.values() for step in marks}):
+        names: dict[tuple[DifferenceKind, int], list[str]] = {}
+        for rank in sorted(expected.keys() & actual.keys()):
+            if step in expected[rank] and step in actual[rank]:
+                for kind, compared in _NAMES_BY_KIND.items():
+                    found = compared(expected[rank][step], actual[rank][step])
+                    if kind in _OF_GENERATORS:
+                        found = [name for name in found if name not in ignored]
+                    if found:
+                        names[kind, rank] = found
+        if names:
+            kinds = frozenset(kind for kind, _ in names)
+            first = next(kind for kind in DifferenceKind if kind in kinds)
+            rank = min(rank for kind, rank in names if kind is first)
+            return MarkDifference(step, rank, first, names[first, rank], kinds)
+    return None
+
+
+def restored_difference(
+    expected: RankMarks, restarted: Mapping[int, RehearsedAttempt], unseeded: Iterable[str] = ()
+) -> MarkDifference | None:
+    """Returns the first difference after a restart; None if there is none.
+
+    A generator that attach brought back wrongly is the first difference only if the first forward
+    saw another state too: the generator may be put back after attach.
+    """
+    marks = {rank: attempt.marks for rank, attempt in restarted.items()}
+    difference = first_difference(expected, marks, unseeded)
+    if difference is None or difference.kind is not DifferenceKind.FORWARD_GENERATORS:
+        return difference
+    attempt = restarted[difference.rank]
+    base = expected[difference.rank].get(attempt.attach.step)
+    if base is None or difference.step != min(attempt.marks):
+        return difference
+    wrong = [name for name in difference.names if base.generators.get(name) != attempt.attach.generators.get(name)]
+    if not wrong:
+        return difference
+    kinds = difference.kinds | {DifferenceKind.ATTACH_GENERATORS}
+    return MarkDifference(difference.step, difference.rank, DifferenceKind.ATTACH_GENERATORS, wrong, kinds)
+
+
+def steps_of(marks_by_rank: RankMarks) -> tuple[int, int]:
+    """Returns the first and the last step that all ranks have; (0, 0) if there is none."""
+    common = set.intersection(*(set(marks) for marks in marks_by_rank.values())) if marks_by_rank else set()
+    return (min(common), max(common)) if common else (0, 0)

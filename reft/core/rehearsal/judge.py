@@ -1,0 +1,144 @@
+"""Judges a rehearsal from the attempts of both runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from reft.core.rehearsal.causes import (
+    SUSPECT,
+    LikelyCause,
+    RestartEvidence,
+    causes_after,
+    causes_before,
+    forgotten_objects,
+    nothing_restored,
+)
+from reft.core.rehearsal.compare import (
+    MarkDifference,
+    RankMarks,
+    first_difference,
+    restored_difference,
+    steps_of,
+    unseeded_generators,
+)
+from reft.core.rehearsal.records import AliveObject, MarkRecord, RehearsedAttempt
+
+Attempts = Mapping[int, Sequence[RehearsedAttempt]]  # rank → its attempts, oldest first
+
+
+class RehearsalOutcome(Enum):
+    """How a rehearsal ended."""
+
+    EQUAL = "equal"
+    DIFFERENT = "different"  # after the restart
+    FORGOTTEN = "forgotten"  # what was recorded is equal, but state that lives is not in state=
+    NOT_DETERMINISTIC = "not deterministic"  # the runs differ before the kill
+
+
+@dataclass(frozen=True)
+class RehearsalResult:
+    """The judgement of a rehearsal.
+
+    Attributes:
+        base: the step that was restored, and its source; None if nothing was restored.
+        through: the last step that was compared.
+        compared: how many steps after the restart were compared.
+        recovery_s: seconds from the kill to the end of the next step on all ranks.
+        difference: the first one; None without one.
+        causes: the most telling one first; empty if none is known.
+        unseeded: generators that each run seeds anew, and that were not compared.
+        suspects: objects that are alive and not in state=, and may need to be.
+        busiest: the step after the restart with the most input tensors, if others have fewer.
+    """
+
+    outcome: RehearsalOutcome
+    ranks: int
+    base: int
+    source: str | None
+    through: int
+    compared: int
+    recovery_s: float
+    difference: MarkDifference | None
+    causes: Sequence[LikelyCause]
+    unseeded: Sequence[str]
+    suspects: Sequence[AliveObject]
+    busiest: int | None
+
+
+def first_marks(attempts: Attempts) -> dict[int, Mapping[int, MarkRecord]]:
+    """Returns the marks of each rank's first attempt."""
+    return {rank: each[0].marks for rank, each in attempts.items()}
+
+
+def _until(marks: RankMarks, last: int) -> dict[int, Mapping[int, MarkRecord]]:
+    return {rank: {step: mark for step, mark in each.items() if step <= last} for rank, each in marks.items()}
+
+
+def _cut(attempt: RehearsedAttempt, last: int) -> RehearsedAttempt:
+    marks = {step: mark for step, mark in attempt.marks.items() if step <= last}
+    return RehearsedAttempt(attempt.attach, attempt.moves, marks, attempt.alive)
+
+
+def _busiest(marks: Mapping[int, MarkRecord]) -> int | None:
+    """Returns the step with the most inputs, if it has more than another: validation, perhaps."""
+    counts = {step: len(mark.inputs) for step, mark in marks.items()}
+    most = max(counts, key=lambda step: counts[step])
+    return most if counts[most] > min(counts.values()) else None
+
+
+def judge(undisturbed: Attempts, killed: Attempts, *, killed_s: float, last_step: int) -> RehearsalResult:
+    """Returns the judgement.
+
+    Args:
+        undisturbed: one attempt of each rank.
+        killed: at least two attempts of each rank; the last one ended the run.
+        killed_s: when the kill happened.
+        last_step: later steps are not compared.
+    """
+    expected = first_marks(undisturbed)
+    begun = {rank: each[0] for rank, each in killed.items()}
+    restarted = {rank: _cut(each[-1], last_step) for rank, each in killed.items()}
+    unseeded = unseeded_generators(
+        {rank: each[0].attach for rank, each in undisturbed.items()},
+        {rank: each.attach for rank, each in begun.items()},
+    )
+    alive = _distinct(
+        [each for runs in (undisturbed, killed) for rank in runs.values() for one in rank for each in one.alive]
+    )
+    before = first_difference(expected, _until(first_marks(killed), last_step), unseeded)
+    difference = before or restored_difference(expected, restarted, unseeded)
+    if before:
+        outcome = RehearsalOutcome.NOT_DETERMINISTIC
+        samples = {run[before.rank][0].attach.hash_sample for run in (undisturbed, killed)}
+        causes = causes_before(before, sorted(unseeded), other_hash=len(samples) > 1)
+    elif lost := nothing_restored(restarted):
+        outcome, causes = RehearsalOutcome.DIFFERENT, [lost]
+    elif difference:
+        outcome = RehearsalOutcome.DIFFERENT
+        usual = [move for move in undisturbed[difference.rank][0].moves if move.is_usual]
+        causes = causes_after(RestartEvidence(difference, expected, restarted, alive, usual))
+    else:
+        causes = forgotten_objects(alive)
+        outcome = RehearsalOutcome.FORGOTTEN if causes else RehearsalOutcome.EQUAL
+    first, last = steps_of({rank: attempt.marks for rank, attempt in restarted.items()})
+    base = restarted[0].attach
+    return RehearsalResult(
+        outcome,
+        len(restarted),
+        base.step,
+        base.restored_from,
+        through=last,
+        compared=last - first + 1,
+        recovery_s=max(min(mark.time_s for mark in each.marks.values()) for each in restarted.values()) - killed_s,
+        difference=difference,
+        causes=causes,
+        unseeded=sorted(unseeded),
+        suspects=[each for each in alive if each.kind in SUSPECT],
+        busiest=_busiest(restarted[0].marks),
+    )
+
+
+def _distinct(objects: Sequence[AliveObject]) -> list[AliveObject]:
+    return list(dict.fromkeys(objects))

@@ -1,0 +1,94 @@
+"""Stands in for a trainer under `reft-cli rehearse`: writes records, and serves as its daemon.
+
+    python -m tests.support.rehearsed --steps 12 [--fault NAME] [--step-s 0.02]
+
+One process, no torch. A step's "state" is a number; a "snapshot" is a file in the runtime folder,
+which outlives the process, as slots do. The daemon is another process of this module; it answers
+what `rehearse` asks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent import futures
+from pathlib import Path
+
+FAULTS = ("prefetch", "random", "crash", "fresh", "forgotten")
+START_S = 30.0
+
+
+def serve(socket: str) -> None:
+    """Answers Hello and Status as a daemon would: every step is whole."""
+    import grpc
+
+    from reft.wire import messages
+    from reft.wire.v1 import daemon_pb2 as pb
+    from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+
+    class FakeDaemon(pb_grpc.DaemonServicer):
+        def Hello(self, request, context):
+            return pb.HelloReply(pid=os.getpid(), protocol=messages.PROTOCOL, oldest=messages.PROTOCOL)
+
+        def Status(self, request, context):
+            return pb.StatusReply(jobs=[pb.JobStatus(job="fake", whole=1_000_000)])
+
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    pb_grpc.add_DaemonServicer_to_server(FakeDaemon(), server)
+    server.add_insecure_port(f"unix:{socket}")
+    server.start()
+    server.wait_for_termination()
+
+
+def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
+    """Writes the records of one process."""
+    folder = Path(os.environ["REFT_RUNTIME_DIR"])
+    socket, held = folder / "daemon.sock", folder / "held"
+    if not socket.exists():
+        subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve", str(socket)])
+        end = time.monotonic() + START_S
+        while not socket.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+    base = int(held.read_text()) if held.exists() and fault != "fresh" else 0
+    prefix = os.environ["REFT_REHEARSE"]
+    run = f"{os.getpid()}" if fault == "random" else ""
+    if outputs:
+        Path(outputs).write_text("written")
+
+    def write(kind: str, **fields: object) -> None:
+        line = json.dumps({"kind": kind, "rank": 0, **fields}) + "\n"
+        descriptor = os.open(f"{prefix}.0.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+
+    restored = "memory" if base else None
+    write("attach", world=1, pid=os.getpid(), step=base, restored_from=restored, script="x.py", time=time.time(),
+          generators={"torch": f"g{base}"}, state=["data"], regroups=False, hash=1)  # fmt: skip
+    shift = 1 if fault == "prefetch" and base else 0
+    for step in range(base + 1, steps + 1):
+        time.sleep(step_s)
+        inputs = [f"i{step + shift}{run}"]
+        write("mark", step=step, time=time.time(), inputs=inputs, at_forward={"torch": f"g{step - 1}"},
+              generators={"torch": f"g{step}"}, groups={"optimizer.0.0": {"lr": 0.1}}, state={"data": f"d{step}"},
+              leaves={"w": f"w{step + shift}"})  # fmt: skip
+        if step == base + 2 and fault == "forgotten":
+            write("alive", step=step, objects=[{"kind": "ema", "type": "AveragedModel", "name": "ema"}])
+        (folder / "new").write_text(str(step))
+        (folder / "new").rename(held)  # a killed write must not leave half a number
+        if fault == "crash" and step == 3:
+            raise SystemExit("the loss is not a number")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serve", default="")
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--fault", choices=FAULTS, default="")
+    parser.add_argument("--outputs", default="")
+    given = parser.parse_args()
+    serve(given.serve) if given.serve else train(given.steps, given.step_s, given.fault, given.outputs)
