@@ -16,10 +16,11 @@ from reft.errors import ReftError
 if TYPE_CHECKING:
     from reft.client.data.loader import ResumableLoader
     from reft.client.session import Session
+    from reft.client.state.values import Values
     from reft.config import Config
 
 __version__ = "0.1.0"
-__all__ = ["ReftError", "ResumableLoader", "Session", "__version__", "attach"]
+__all__ = ["ReftError", "ResumableLoader", "Session", "Values", "__version__", "attach"]
 
 
 def attach(
@@ -49,7 +50,8 @@ def attach(
         schedule: None, or a pipeline schedule (`reft.schedules`).
         state: name → any other object that belongs to the state and has state_dict and
             load_state_dict: the LR scheduler, the data loader (`ResumableLoader`), a GradScaler, a
-            module such as an average of the weights, a torch.Generator.
+            module such as an average of the weights, a torch.Generator, the loop's own values
+            (`reft.Values`).
         tolerate: number of failure domains that may be lost at once. A failure domain is a node, or
             a rack where racks were named. None chooses by the number of domains that hold the same
             state: 0 for a single one, 1 for 2 to 5, 2 from 6 on. The most is all domains but one; a
@@ -94,4 +96,8 @@ def __getattr__(name: str) -> Any:
         from reft.client.data.loader import ResumableLoader
 
         return ResumableLoader
+    if name == "Values":
+        from reft.client.state.values import Values
+
+        return Values
     raise AttributeError(f"module 'reft' has no attribute {name!r}")

@@ -114,10 +114,15 @@ class Session:
         """Marks the end of an iteration.
 
         The snapshot may read the state until the next optimizer step.
+
+        Raises:
+            UnsupportedState: at the first mark, if `reft.Values` have a value that can't be held.
         """
         self._check_process()
         if not self._window.is_marked:
             self.begin_marking()
+        if self._window.step == self._window.start:
+            _check_values(self._window)
         self._hooks.mark()
 
     def begin_marking(self) -> None:
@@ -284,6 +289,13 @@ class Session:
 
     def __getstate__(self) -> Any:
         raise TypeError("a Session can't be copied or sent to another process")
+
+
+def _check_values(window: SnapshotWindow) -> None:
+    """Raises UnsupportedState if `reft.Values` have a value that can't be held."""
+    if window.snapshots is not None:
+        for values in window.snapshots.planner.tracked.held_values().values():
+            values.check()
 
 
 def _say_all_done(window: SnapshotWindow, total: int) -> None:

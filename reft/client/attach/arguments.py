@@ -16,6 +16,7 @@ from reft.client.schedule import hooks
 from reft.client.state.extract import recomputable
 from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
+from reft.client.state.values import Values
 from reft.config import Config, Launch
 from reft.errors import ConfigError
 from reft.failpoints import Failpoints
@@ -79,6 +80,11 @@ class AttachArguments:
         torch_internals.require([*models, *self.optimizers, self.schedule], self.state.values())
         modules = stage_names.modules_of(models, self.schedule)
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
+        for name, value in self.state.items():
+            if isinstance(value, Values):
+                modules[f"state.{name}"] = held = value.reft_held()
+                held.check()
+                held.refresh()
         scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}
         tracked = TrackedObjects(modules, tuple(self.optimizers), scalers)
         for prefix, value, extractor in tracked.items():

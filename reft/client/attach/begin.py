@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
@@ -24,8 +24,7 @@ from reft.client.snapshot.save_planner import SavePlanner
 from reft.client.snapshot.snapshot_thread import SnapshotFacts
 from reft.client.snapshot.snapshotter import Snapshotter
 from reft.client.snapshot.task import SnapshotHistory
-from reft.client.state import random_state
-from reft.client.state.restored_generators import RestoredGenerators, hand_out
+from reft.client.state.restored_generators import restore_generators
 from reft.client.state.structure import parameter_names
 from reft.console import say
 from reft.core.commit.snapshot_cadence import SnapshotCadence
@@ -83,7 +82,7 @@ def begin(
     if tree is not None:
         if tree["marked"]:
             session.resume_marking()
-        put_back(context, session, tree["random"])
+        session.generators = restore_generators(tree["random"], settings.generators, context.request.state.values())
         if plan.must_protect_again:
             session.protect_again(tree["marked"])
     if rehearsal is not None:
@@ -97,22 +96,6 @@ def _rehearsal(context: AttachContext, introduction: Introduction) -> RehearsalR
     tracked, world = introduction.state.tracked, len(introduction.ranks.infos)
     facts = RehearsalFacts(context.settings.rehearse, context.rank, world, report.regroups(tracked, world))
     return RehearsalRecorder(facts, tracked, context.request.state)
-
-
-def put_back(context: AttachContext, session: Session, saved: Mapping[str, Any]) -> None:
-    """Restores the generators as REFT_GENERATORS says.
-
-    Args:
-        context: what every step needs.
-        session: puts the generators back again before its first step.
-        saved: the states, as a capsule holds them.
-    """
-    if context.settings.generators == "user":
-        return
-    random_state.restore(saved)
-    if context.settings.generators == "auto":
-        session.generators = RestoredGenerators(saved)
-        hand_out(session.generators, context.request.state.values())
 
 
 def make_snapshotter(

@@ -33,6 +33,8 @@ def live_tensors(
     Raises:
         LayoutChanged: the leaves are not those of the model and optimizer.
     """
+    for prefix, values in tracked.held_values().items():
+        values.fit(leaves, f"{prefix}.")
     missing = [leaf for leaf in leaves if leaf.name not in before.tensors or _was_resized(leaf, before)]
     tensor_index = _create_missing(missing, tracked, before, buffer) if missing or not before.is_current() else before
     lines = differences(leaves, tensor_index.layout().leaves)

@@ -110,6 +110,7 @@ class SnapshotWindow:
         step: completed steps.
 
     Attributes:
+        start: completed steps at attach.
         counting: how steps are counted.
         stepping: whether the optimizers' steps call hooks.
         reviews: checks whether the state still fits the placement; None if no other rank has a part
@@ -126,7 +127,7 @@ class SnapshotWindow:
         profiler: IterationProfiler | None,
         step: int,
     ) -> None:
-        self.step = step
+        self.step = self.start = step
         self.snapshots = snapshots
         self.profiler = profiler
         self.cadence = cadence
@@ -282,7 +283,7 @@ class SnapshotWindow:
             return []
         tracked, prefix = self.snapshots.planner.tracked, "state."
         modules = (name.removeprefix(prefix) for name in tracked.modules if name.startswith(prefix))
-        return [*tracked.scalers, *self.snapshots.host.objects, *modules]
+        return [*dict.fromkeys((*tracked.scalers, *self.snapshots.host.objects, *modules))]
 
     def overhead(self) -> OverheadEstimate | None:
         """Returns the total cost of snapshots, from control steps; None until there are enough."""

@@ -62,7 +62,12 @@ class SavePlanner:
         self._current: CurrentPlan | None = None
 
     def current(self) -> CurrentPlan:
-        """Returns the plan for the leaves that exist now; reuses the one before if possible."""
+        """Returns the plan for the leaves that exist now; reuses the one before if possible.
+
+        Call it at the mark: the loop's values are copied here.
+        """
+        for values in self.tracked.held_values().values():
+            values.refresh()
         if self._current is not None:
             versions = self._current.tensor_index.current_versions()
             if versions is not None:

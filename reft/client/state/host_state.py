@@ -17,7 +17,9 @@ from reft.client.state import random_state, serialization, structure
 from reft.client.state.extra_state import ExtraState, cost_at_mark
 from reft.client.state.parameters import ParameterNames
 from reft.client.state.serialization import finished, from_plain, to_plain
+from reft.client.state.tensors import device_of
 from reft.client.state.tracked_objects import TrackedObjects
+from reft.client.state.values import Values, common
 from reft.core.commit.cost_spacing import ExtraStateCost
 from reft.errors import ConfigError, LayoutChanged, UnsupportedState
 from reft.wire.capsule_format import NameTable
@@ -138,11 +140,19 @@ class HostState:
                 f"the snapshot has state= {sorted(tree['state'])}; attach was given {sorted(self._objects)}."
             )
         for name, value in self._objects.items():
+            if isinstance(value, Values):
+                self._restore_values(value, lists.get(name) or [tree["state"][name]])
+                continue
             if name in lists:
                 value.load_state_dicts([from_plain(each) for each in lists[name]])
                 continue
             saved = from_plain(tree["state"][name])
             value.set_state(saved) if isinstance(value, torch.Generator) else value.load_state_dict(saved)
+
+    def _restore_values(self, values: Values, states: Sequence[Any]) -> None:
+        """Restores the loop's values from the states of one rank, or of all old ranks."""
+        saved = {**states[0], "values": common([state["values"] for state in states])}
+        values.reft_held().restore(saved, device_of(named.local for named in self._names.values()))
 
 
 def storable(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,6 +161,8 @@ def storable(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state_of(value: Any) -> Any:
+    if isinstance(value, Values):
+        return value.reft_held().held()
     return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
 
 

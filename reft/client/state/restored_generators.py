@@ -1,4 +1,4 @@
-"""The restored states of the default generators, which are put back before the next step draws.
+"""The restored states of the default generators, put back before the next step draws.
 
     attach      restores the generators, and tells the objects in state= that ask for them
     then        the script may draw: `iter(loader)` draws a seed
@@ -32,6 +32,27 @@ class RestoredGenerators:
         saved, self._saved = self._saved, None
         if saved is not None:
             random_state.restore(saved)
+
+
+def restore_generators(saved: Mapping[str, Any], when: str, values: Iterable[Any]) -> RestoredGenerators | None:
+    """Restores the generators at attach, as REFT_GENERATORS says.
+
+    Args:
+        saved: the states, as a capsule holds them.
+        when: "auto", "attach" or "user".
+        values: the objects in `state=`.
+
+    Returns:
+        What puts them back once more; None if nothing shall.
+    """
+    if when == "user":
+        return None
+    random_state.restore(saved)
+    if when == "attach":
+        return None
+    generators = RestoredGenerators(saved)
+    hand_out(generators, values)
+    return generators
 
 
 def hand_out(generators: RestoredGenerators, values: Iterable[Any]) -> None:

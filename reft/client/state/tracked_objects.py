@@ -18,6 +18,7 @@ from reft.client.state.extra_state import ExtraState, extra_state_of
 from reft.client.state.extract.registry import Extractor, extractor_of
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex, device_of, without_wrappers
+from reft.client.state.values import HeldValues
 from reft.client.torch_internals import SCALER_TENSORS
 from reft.core.layout.layout import Leaf
 from reft.core.layout.stage_naming import StageNaming
@@ -108,6 +109,10 @@ class TrackedObjects:
         )
         states = (extra_state_of(name, part, allows_pickles) for name, part in parts)
         return {f"{state.name}.extra_state": state for state in states if state is not None}
+
+    def held_values(self) -> dict[str, HeldValues]:
+        """Returns what is held of the loop's values (`reft.Values`), by prefix."""
+        return {prefix: module for prefix, module in self.modules.items() if isinstance(module, HeldValues)}
 
     def bind(self) -> TensorIndex:
         """Finds all leaves as they are now and returns their index.

@@ -132,6 +132,7 @@ _BUILT_IN = {
     "deepspeed.runtime.engine.DeepSpeedEngine": "reft.client.state.extract.deepspeed:DeepSpeedExtractor",
     "megatron.core.optimizer.optimizer.MegatronOptimizer": "reft.client.state.extract.megatron:MegatronExtractor",
     "megatron.core.transformer.module.MegatronModule": "reft.client.state.extract.megatron_modules:MegatronModuleExtractor",
+    "reft.client.state.values.HeldValues": "reft.client.state.extract.values:ValuesExtractor",
     "torch.nn.modules.module.Module": "reft.client.state.extract.modules:ModuleExtractor",
     "torch.optim.optimizer.Optimizer": "reft.client.state.extract.optimizers:OptimizerExtractor",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
