@@ -229,6 +229,7 @@ class Launch:
         unnamed_job: name that reft's rendezvous gives to a job without a name.
         backend: --rdzv-backend, if the environment gave it.
         asked_id: --rdzv-id, if the environment gave it.
+        restarts: how often the agent restarts the ranks.
     """
 
     rank: int
@@ -241,6 +242,7 @@ class Launch:
     unnamed_job: str = ""
     backend: str = ""
     asked_id: str = ""
+    restarts: int = 0
 
     @property
     def under_agent(self) -> bool:
@@ -262,6 +264,7 @@ class Launch:
             unnamed_job=source.get("REFT_UNNAMED_JOB", ""),
             backend=source.get("PET_RDZV_BACKEND", ""),
             asked_id=source.get("PET_RDZV_ID", ""),
+            restarts=int(source.get("TORCHELASTIC_MAX_RESTARTS", "0")),
         )
 
 

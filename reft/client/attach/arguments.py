@@ -97,16 +97,16 @@ class AttachArguments:
         """Returns the entries of `state` that are neither modules nor scalers."""
         return {n: v for n, v in self.state.items() if not isinstance(v, (nn.Module, torch.amp.GradScaler))}
 
-    def uncovered(self) -> list[str]:
-        """Returns the objects that a restart would not restore, as far as attach can tell."""
-        missing = []
-        others = [v for v in self.objects().values() if not isinstance(v, torch.optim.lr_scheduler.LRScheduler)]
-        has_scheduler = len(others) < len(self.objects())
-        if not has_scheduler and any(torch_internals.has_lr_scheduler(o) for o in self.optimizers):
-            missing.append("the LR scheduler")
-        if not others:
-            missing.append("the data position")
-        return missing
+    def forgets_scheduler(self) -> bool:
+        """Returns whether an LR scheduler steps an optimizer, and nothing in `state` holds one.
+
+        torch's schedulers wrap the optimizer's step, which is how one is seen. Trainers keep theirs
+        in a wrapper's attribute. A data loader can't be seen, so nothing is said about loaders.
+        """
+        kind = torch.optim.lr_scheduler.LRScheduler
+        parts = (part for value in self.state.values() for part in (value, *getattr(value, "__dict__", {}).values()))
+        is_stepped = any(torch_internals.has_lr_scheduler(each) for each in self.optimizers)
+        return is_stepped and not any(isinstance(part, kind) for part in parts)
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,8 @@ def announcement(
     if plan.base_manifest is not None and plan.is_reshaped:
         lines += report.reshaped(plan.base_manifest.world, world, result.lines)
     if plan.base is None and not job.named:
-        lines += report.earlier_runs(plan.survey, plan.manifest.script)
+        earlier = report.earlier_runs(plan.survey, plan.manifest.script)
+        lines += earlier or ([] if context.launch.under_agent else [report.unnamed()])
     lines += report.exchange(plan.placement, introduction.nodes)
     lines += report.exposure(plan.placement)
     return lines + report.not_covered(context.request, introduction.state.tracked, world)

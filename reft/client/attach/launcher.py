@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reft.config import Launch
+from reft.core.text import counted
 from reft.errors import AttachError
 from reft.wire.process import mark_of
 
@@ -74,7 +75,7 @@ def chosen_run_id(launch: Launch, agent: Sequence[str]) -> str:
 
 
 def dropped_backend(launch: Launch, agent: Sequence[str]) -> str:
-    """Returns a notice if the user requested reft's rendezvous and torchrun uses another one.
+    """Returns a notice if restarts may hang, because torchrun does not use reft's rendezvous.
 
     Returns an empty text otherwise.
 
@@ -87,7 +88,12 @@ def dropped_backend(launch: Launch, agent: Sequence[str]) -> str:
     command = " ".join(agent).replace("=", " ").replace("_", "-")
     wants_reft = "--rdzv-backend reft" in command or launch.backend == "reft"
     if not wants_reft or "--standalone" not in agent:
-        return ""
+        if not launch.restarts:
+            return ""
+        return (
+            f"the launcher restarts failed ranks up to {counted(launch.restarts, 'time')}, and with torch's own rendezvous they "
+            "often hang after a restart. Start with torchrun --rdzv-backend=reft; on one node it needs no endpoint."
+        )
     return (
         "torchrun's --standalone silently replaced --rdzv-backend=reft by c10d: restarts may hang, and ranks may move. "
         "Leave --standalone out; on one node the reft backend needs no endpoint."

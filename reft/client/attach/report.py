@@ -75,7 +75,8 @@ def restored(
         troubles = [trouble for reply in job_survey.replies.values() for trouble in reply.troubles]
         if troubles:
             more = f" And {counted(len(troubles) - 1, 'other rank')}." if len(troubles) > 1 else ""
-            lines.append(f"the run before held no whole step. {troubles[0]}{more}")
+            what, fix, remedy = troubles[0].partition("\nFix: ")
+            lines.append(f"the run before held no whole step. {what}{more}{fix}{remedy}")
     else:
         if job_survey.storage is not None and job_survey.storage.version == base:
             lines.append(from_storage(job, base, job_survey.storage))
@@ -133,6 +134,11 @@ def earlier_runs(job_survey: JobSurvey, script: str) -> list[str]:
     ]
 
 
+def unnamed() -> str:
+    """Returns the line about a job without a name that no agent restarts."""
+    return 'this job has no name, so a later start can\'t go on from it; to name it: REFT_JOB=NAME, or job="NAME" in attach.'
+
+
 def exchange(placement: Placement, nodes: Sequence[pb.Node]) -> list[str]:
     """Returns a line about the exchange: why there is one, and what it costs.
 
@@ -155,9 +161,13 @@ def exchange(placement: Placement, nodes: Sequence[pb.Node]) -> list[str]:
 
 
 def exposure(placement: Placement) -> list[str]:
-    """Returns a line about state that lost nodes take away."""
-    exposed = sorted(exposures(placement), key=_survives_a_loss)  # the worst first
-    if not exposed:
+    """Returns a line about state that lost nodes take away.
+
+    Returns none on a single node, which nothing can protect against its own loss, unless the user
+    asked for that.
+    """
+    exposed = sorted(exposures(placement), key=lambda each: (_survives_a_loss(each), -each.nbytes))  # the worst first
+    if not exposed or (len(set(placement.domains)) == 1 and not placement.tolerate):
         return []
     more = f" And {len(exposed) - 1} more: see reft-cli status." if len(exposed) > 1 else ""
     what = "partly protected" if _survives_a_loss(exposed[0]) else "not protected against a lost node"
@@ -188,9 +198,8 @@ def not_covered(request: AttachArguments, tracked: TrackedObjects, world: int) -
             f"not covered: anything that {kind}.state_dict adds to torch's; keep it in the state of a parameter or in a "
             "parameter group to restore it too."
         )
-    uncovered = request.uncovered()
-    if uncovered:
-        lines.append(f"not covered: {' and '.join(uncovered)}; pass them in state= to restore them too.")
+    if request.forgets_scheduler():
+        lines.append("not covered: the LR scheduler of an optimizer; pass it in state= to restore it too.")
     if unheld := _unheld(tracked):
         lines.append(
             f"{counted(len(unheld), 'trainable parameter')} in no optimizer that was passed, e.g. {unheld[0]}: if another "

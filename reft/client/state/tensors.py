@@ -39,9 +39,13 @@ def check_supported(name: str, tensor: torch.Tensor) -> None:
             f"{name} is a {type(tensor).__name__}, whose data no __tensor_flatten__ names; supported are plain tensors, "
             "DTensors, and classes with __tensor_flatten__ whose inner tensors are plain."
         )
-    if type(tensor) is nn.UninitializedParameter or tensor.device.type not in ("cpu", "cuda"):
+    if type(tensor) is nn.UninitializedParameter:
+        raise UnsupportedState(f"{name} of a lazy module has no shape yet.", "run a forward pass before attach")
+    if tensor.device.type not in ("cpu", "cuda"):
+        remedies = {"meta": "give the model memory and initial values before attach: model.to_empty(device=...)"}
         raise UnsupportedState(
-            f"{name} has no memory yet (device {tensor.device}).", "run a forward pass before attach"
+            f"{name} lies on device {tensor.device}; supported are cpu and cuda.",
+            remedies.get(tensor.device.type, "move the model to one of them"),
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise UnsupportedState(

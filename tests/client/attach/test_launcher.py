@@ -22,10 +22,20 @@ AGENT = ["python", "torchrun", "--nproc-per-node=2"]
         (WORKER, ["--rdzv-backend=reft"], False),
         (replace(WORKER, launch="x"), ["--standalone", "--rdzv-backend=reft"], False),
         (Launch.load({}), ["--standalone", "--rdzv-backend=reft"], False),
+        (replace(WORKER, restarts=3), [], True),
+        (replace(WORKER, restarts=3), ["--standalone"], True),
+        (replace(WORKER, restarts=3), ["--rdzv-backend=c10d"], True),
+        (replace(WORKER, restarts=3, launch="x"), ["--rdzv-backend=reft"], False),
+        (replace(Launch.load({}), restarts=3), [], False),
     ],
 )
 def test_a_dropped_backend_gives_a_notice(launch, flags, is_told):
     assert bool(dropped_backend(launch, [*AGENT, *flags, "train.py"])) is is_told
+
+
+def test_restarts_without_the_rendezvous_of_reft_are_told_with_the_remedy():
+    text = dropped_backend(Launch.load({"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_MAX_RESTARTS": "3"}), AGENT)
+    assert "up to 3 times" in text and "torchrun --rdzv-backend=reft" in text
 
 
 DRAWN = replace(WORKER, run_id="0b0a3c0e-7a34-4d6c-9a51-0a3f3f1f2b11")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reft.client.attach import report
-from reft.core.coding.placement import Placement
+from reft.core.coding.placement import Exposure, Placement
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.core.recovery.recovery import HeldCapsule, HeldParity, RecoveryPlan
@@ -81,3 +81,24 @@ def test_what_is_exposed_is_announced_the_worst_first():
     assert line.startswith("partly protected: 12.0 MiB")
     [line] = report.exposure(sharded([3 << 20] * 5, [0, 0, 0, 0, 1], tolerate=2))
     assert line.startswith("not protected against a lost node: 9.0 MiB") and "And 1 more: see reft-cli status." in line
+
+
+def test_one_node_alone_is_not_warned_of_what_cannot_be_otherwise():
+    assert report.exposure(placed(500, [2])) == [] == report.exposure(sharded([3 << 20], [0]))
+    [line] = report.exposure(placed(500, [2], tolerate=1))
+    assert line.startswith("not protected against a lost node: "), "the user asked for that"
+    assert report.exposure(placed(500, [1, 1], scheme="none")), "two nodes could protect the state"
+
+
+def test_the_larger_number_is_named_first(monkeypatch):
+    small, large = Exposure("the small one.", (0,), 10, "kept"), Exposure("the large one.", (0,), 20, "slots")
+    monkeypatch.setattr(report, "exposures", lambda placement: [small, large])
+    [line] = report.exposure(placed(500, [1, 1]))
+    assert line == "not protected against a lost node: the large one. And 1 more: see reft-cli status."
+
+
+def test_the_remedy_of_the_run_before_stands_at_the_end():
+    survey = JobSurvey({"a": reply("a")})
+    survey.replies["a"].troubles.extend(["rank 0: the state is odd.\nFix: clone() it", "rank 1: the same."])
+    last = lines(None, survey)[-1]
+    assert last == "the run before held no whole step. rank 0: the state is odd. And 1 other rank.\nFix: clone() it"

@@ -102,7 +102,7 @@ def test_bad_arguments(attach, arguments, text):
 
 
 def test_meta_and_sparse_tensors_are_refused_by_name(attach):
-    with pytest.raises(errors.UnsupportedState, match=r"model\.0\.weight has no memory"):
+    with pytest.raises(errors.UnsupportedState, match=r"model\.0\.weight lies on device meta"):
         attach(nn.Linear(2, 2, device="meta"), make()[1])
 
 
@@ -434,13 +434,17 @@ def test_uncovered_state_is_reported(attach, capsys):
     model, optimizer = make()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     attach(model, optimizer)
-    assert "not covered: the LR scheduler and the data position;" in capsys.readouterr().err
-    attach(model, optimizer, state={"lr": scheduler})
-    said = capsys.readouterr().err
-    assert "not covered: the data position;" in said and "in no optimizer" not in said
+    assert "not covered: the LR scheduler of an optimizer; pass it in state=" in capsys.readouterr().err
     position = SimpleNamespace(state_dict=dict, load_state_dict=dict)
-    attach(model, optimizer, state={"lr": scheduler, "data": position}, job="another", protect="none")
-    assert "not covered: " not in capsys.readouterr().err
+    attach(model, optimizer, state={"data": position}, job="another")
+    assert "not covered: the LR scheduler" in capsys.readouterr().err, "another object does not hide that"
+    wrapped = SimpleNamespace(state_dict=dict, load_state_dict=dict, scheduler=scheduler)
+    for number, held in enumerate((scheduler, wrapped)):
+        attach(model, optimizer, state={"lr": held}, job=f"covered-{number}")
+        said = capsys.readouterr().err
+        assert "not covered: " not in said and "in no optimizer" not in said
+    attach(*make(), job="plain")
+    assert "not covered: " not in capsys.readouterr().err, "attach can't see a loader, and says nothing"
 
 
 def test_trainable_parameters_without_an_optimizer_are_reported(attach, capsys):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from reft.client.state.tensors import TensorIndex, TensorLocations, TensorPlaces
+from reft.client.state.tensors import TensorIndex, TensorLocations, TensorPlaces, check_supported
+from reft.errors import UnsupportedState
 
 A, B = torch.zeros(2), torch.ones(3)
 
@@ -118,3 +120,17 @@ def test_names_follow_the_write_counts_and_every_block_is_looked_at(monkeypatch)
         assert locations.current_versions() is None
         tensor.data = memory
         assert locations.current_versions() == before
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text", "remedy"),
+    [
+        (torch.zeros(2, device="meta"), "lies on device meta", "model.to_empty(device=...)"),
+        (nn.UninitializedParameter(), "of a lazy module has no shape yet", "run a forward pass before attach"),
+    ],
+    ids=["meta", "lazy"],
+)
+def test_a_tensor_without_memory_is_refused_with_its_own_remedy(tensor, text, remedy):
+    with pytest.raises(UnsupportedState, match=text) as refused:
+        check_supported("model.0.weight", tensor)
+    assert remedy in refused.value.hint

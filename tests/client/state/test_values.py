@@ -158,14 +158,14 @@ def test_stages_are_made_like_the_leaves_of_a_snapshot():
 )
 def test_a_value_that_cannot_be_held_is_refused_by_its_name(value, text):
     with pytest.raises(UnsupportedState, match=r"^value 'bad(/0)?' of reft.Values can't be held: ") as refused:
-        (Values(good=1, bad=value)).check()
+        Values(good=1, bad=value).reft_held().check()
     assert text in str(refused.value) and "pass the object itself in state=" in refused.value.hint
 
 
 def test_too_many_bytes_are_refused_with_the_largest_value():
-    (Values(large=torch.zeros(PLAIN_MAX), text="x" * (PLAIN_MAX // 2))).check()
+    Values(large=torch.zeros(PLAIN_MAX), text="x" * (PLAIN_MAX // 2)).reft_held().check()
     with pytest.raises(UnsupportedState, match=rf"limit is {PLAIN_MAX}. The largest is 'text'"):
-        (Values(text="x" * PLAIN_MAX, data=b"x" * 10)).check()
+        Values(text="x" * PLAIN_MAX, data=b"x" * 10).reft_held().check()
 
 
 def test_values_of_another_number_of_ranks_must_be_the_same():
