@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -27,6 +28,8 @@ from tests.support.daemons import DaemonProcess, Site, until, vanish
 from tests.support.reshaped import Ranks
 from tests.support.stored import persist
 from tests.support.trainers import Spec, Trainers, run
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def trained(nodes: list[DaemonProcess], kind: str, folder: Path) -> dict[str, str]:
@@ -65,6 +68,37 @@ def test_lost_nodes_are_decoded(site: Site, tmp_path: Path) -> None:
     vanish(nodes[1])
     export(nodes[0], "job", tmp_path / "out")
     assert exported.digests(exported.safetensors(tmp_path / "out")) == expected
+
+
+def test_section_of_a_lost_node_comes_from_parity(site: Site, tmp_path: Path) -> None:
+    """FSDP2's shards exist once: the exchange's parity alone has the bytes of the lost node."""
+    nodes = site.add(3)
+    expected = trained(nodes, "fsdp2 wide", tmp_path)
+    until(lambda: nodes[0].status("job").exchange.protected == 3, what="the protected step")
+    vanish(nodes[1])
+    with export_source("job", lambda: nodes[0].address, -1, "") as source, source.open() as state:
+        assert state.sections == (1,), "the slots of rank 1 are gone"
+    export(nodes[0], "job", tmp_path / "out")
+    assert exported.digests(exported.safetensors(tmp_path / "out")) == expected
+    vanish(nodes[2])
+    assert "step" in export(nodes[0], "job", tmp_path / "none", fails=True).stderr
+
+
+def test_moments_that_zero1_has_once_are_whole(site: Site, tmp_path: Path) -> None:
+    """Each rank has the moments of its own parameters; torch collects them on one rank."""
+    nodes, save = site.add(2), tmp_path / "whole.npz"
+    spec = Spec("", steps=3, options={"kind": "zero1", "save": str(save)})
+    ranks = Ranks(spec, 2, [node.address for node in nodes])
+    assert ranks.wait(120) == [0, 0], ranks.errors()[-4000:]
+    until(lambda: not any(rank.alive for node in nodes for rank in node.status("job").ranks), what="the trainers' end")
+    export(nodes[0], "job", tmp_path / "out")
+    found = exported.safetensors(tmp_path / "out")
+    names = [f"{layer}.{part}" for part in ("weight", "bias") for layer in ("in", "hidden0", "hidden1", "out")]
+    with np.load(save) as file:
+        expected = {f"model.{name[13:]}": file[name] for name in file.files if name.startswith("model ")}
+        for i, name in enumerate(names):  # as the groups of the optimizer have them
+            expected |= {f"optimizer.state.layers.{name}.{key}": file[f"{i} {key}"] for key in MOMENTS}
+    assert exported.digests(found) == exported.digests({name: torch.tensor(each) for name, each in expected.items()})
 
 
 def flip(node: DaemonProcess) -> None:

@@ -29,16 +29,24 @@ from tests.support.foreign_optimizers import Lion
 from tests.support.trainers import Trainers
 
 WIDTH, LAYERS = 20, 4  # three ranks share 20 rows unevenly
+WIDE = 320  # more bytes than travel in capsules
 FOREIGN = {"lion": Lion}
-SIZES = (("in", 6, WIDTH), *((f"hidden{i}", WIDTH, WIDTH) for i in range(LAYERS - 2)), ("out", WIDTH, 5))
+
+
+def sizes(width: int = WIDTH) -> list[tuple[str, int, int]]:
+    """Returns name, rows and columns of each layer."""
+    hidden = [(f"hidden{i}", width, width) for i in range(LAYERS - 2)]
+    return [("in", 6, width), *hidden, ("out", width, 5)]
 
 
 class Net(nn.Module):
     """A model with the layers of these names only, as a pipeline's stage has."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(rows, columns) for name, rows, columns in SIZES if name in names})
+        self.layers = nn.ModuleDict(
+            {name: nn.Linear(rows, columns) for name, rows, columns in sizes(width) if name in names}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
@@ -71,14 +79,16 @@ def build(kind: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Opti
     """Returns a model of a kind, e.g.
 
     "ddp", "zero1", "fsdp2", "hsdp2x2", "tp2xdp2", "pp2", and its optimizer, e.g. "fsdp2+lion".
+    "fsdp2 wide" has more bytes than travel in capsules.
     """
     torch.manual_seed(1)
     kind, _, foreign = kind.partition("+")
-    names = [name for name, _, _ in SIZES]
+    kind, _, is_wide = kind.partition(" ")
+    names = [name for name, _, _ in sizes()]
     if kind.startswith("pp"):
         per = LAYERS // world
         names = names[rank * per : (rank + 1) * per]
-    model: nn.Module = Net(names)
+    model: nn.Module = Net(names, WIDE if is_wide else WIDTH)
     if kind in ("ddp", "zero1") and world > 1:
         model = nn.parallel.DistributedDataParallel(model)
     elif kind == "fsdp2" or kind.startswith("hsdp"):
@@ -119,7 +129,8 @@ def _tensor_parallel(model: nn.Module, kind: str) -> None:
     tensor, data = (int(part[2:]) for part in kind.split("x"))
     mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
     plan = {
-        f"layers.{name}": ColwiseParallel() if i % 2 == 0 else RowwiseParallel() for i, (name, _, _) in enumerate(SIZES)
+        f"layers.{name}": ColwiseParallel() if i % 2 == 0 else RowwiseParallel()
+        for i, (name, _, _) in enumerate(sizes())
     }
     parallelize_module(model, mesh["tp"], plan)
     model.data_group = mesh["dp"].get_group()
