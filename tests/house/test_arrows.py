@@ -42,7 +42,6 @@ LAYERS = {
     "reft.client": (
         *(
             "attach",
-            "dcp_skeleton",
             "session",
             "schedule",
             "rehearsal",

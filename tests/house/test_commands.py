@@ -72,9 +72,12 @@ def test_a_program_prints_its_help(command, tmp_path):
 
 
 def test_the_example_has_the_lines_that_the_readme_adds():
-    added = re.findall(r"^    \+ (.+)$", (ROOT / "README.md").read_text(), re.M)
-    example = (ROOT / "examples/ddp.py").read_text()
-    assert len(added) == 4 and [line for line in added if line.strip() not in example] == []
+    added = [
+        line.partition("  #")[0].strip()
+        for line in re.findall(r"^    \+ (.+)$", (ROOT / "README.md").read_text(), re.M)
+    ]
+    example = (ROOT / "examples/quickstart.py").read_text()
+    assert len(added) == 7 and [line for line in added if line not in example] == []
 
 
 class OptionsAccepted(Exception):

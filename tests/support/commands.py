@@ -15,7 +15,7 @@ BIN = Path(sys.executable).parent
 READMES = sorted(path for path in ROOT.glob("**/README.md") if not path.relative_to(ROOT).parts[0].startswith("."))
 PROGRAMS = (
     *("pip", "python3?", "torchrun", "reft-cli", "reft-daemon", "make", "pytest", "bash", "sh", "sbatch", "srun"),
-    *("kubectl", "systemctl", "docker", "git", "curl", "kill", "rm", "cd", "export", "certificates\\.sh"),
+    *("kubectl", "systemctl", "docker", "git", "curl", "p?kill", "rm", "cd", "export", "certificates\\.sh"),
 )
 COMMAND = re.compile(rf"([A-Z_]+=\S+ +)*(\S*/)?({'|'.join(PROGRAMS)}) +\S")
 NAMED = {"reft-daemon --spare"}  # a flag's name in a sentence

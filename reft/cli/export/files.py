@@ -5,7 +5,7 @@
 
 safetensors   8 bytes: length of the JSON | JSON: name → dtype, shape, begin, end | tensors
               several files, if they have more than `shard_bytes`, with an index as JSON
-dcp           made by a process with torch (`reft.client.dcp_skeleton`)
+dcp           made by a process with torch (`reft.client.state.dcp_skeleton`)
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def dcp_files(folder: Path, tensors: Sequence[ExportTensor]) -> list[TensorRange
     environment = child_environment(PYTHONPATH=os.pathsep.join(os.path.abspath(each) for each in sys.path if each))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "reft.client.dcp_skeleton", str(folder)], input=json.dumps(rows), text=True,
+            [sys.executable, "-m", "reft.client.state.dcp_skeleton", str(folder)], input=json.dumps(rows), text=True,
             capture_output=True, env=environment, timeout=SKELETON_S, check=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
