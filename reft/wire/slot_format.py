@@ -38,7 +38,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
@@ -51,6 +51,7 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import align
 from reft.errors import FormatError
+from reft.wire.timed_read import in_time
 
 MAGIC: Final = b"REFTSLOT"
 MAJOR: Final = 3  # written
@@ -67,6 +68,7 @@ HEADER: Final = struct.Struct("<8sHHQBBI64sQ16sQ16sIQQQQQQQ")
 CHECKSUM: Final = struct.Struct("<Q")
 
 BUFFERS_MAX: Final = 1024  # buffers of one call of preadv, on Linux
+TIMED_BYTES: Final = 64 << 20  # of one read from storage: 1 MiB/s is in time
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -283,6 +285,7 @@ class SlotMap:
 
         Raises:
             FormatError: the file ends too early, or can't be read.
+            RestoreError: the file lies on storage that hangs.
         """
         if self._file is None:
             for out in outs:
@@ -292,7 +295,7 @@ class SlotMap:
         offset, rest = self.header.geometry.data_offset + begin, deque(out.data for out in outs)
         while rest:
             try:
-                count = os.preadv(self._file, list(islice(rest, BUFFERS_MAX)), offset)
+                count = self._read_file(self._file, list(islice(rest, BUFFERS_MAX)), offset)
             except OSError as error:
                 where = f"byte {offset} of rank {self.header.rank}'s slot"
                 raise FormatError(f"{where} can't be read: {error}.") from error
@@ -303,6 +306,10 @@ class SlotMap:
                 count -= len(rest.popleft())
             if count:
                 rest[0] = rest[0][count:]
+
+    def _read_file(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Returns how many bytes were read into the first of the buffers."""
+        return os.preadv(file, buffers, offset)
 
     def chunk(self, index: int) -> Bytes:
         """Returns the bytes of one chunk of the version in the slot."""
@@ -423,6 +430,19 @@ class SlotMap:
         _store_header(self._slot, self.header)
 
 
+class StoredSlotMap(SlotMap):
+    """A slot whose data stay in a file on storage; storage that hangs is an error (`in_time`)."""
+
+    def _read_file(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
+        taken, room = [], TIMED_BYTES
+        for buffer in buffers:
+            taken.append(buffer[:room])
+            room -= len(taken[-1])
+            if not room:
+                break
+        return in_time(lambda: os.preadv(file, taken, offset), f"the file of rank {self.header.rank}'s slot")
+
+
 def read_head(file: int) -> tuple[bytes, Header]:
     """Returns all bytes of a slot's file before the data, and the header that counts.
 
@@ -440,7 +460,7 @@ def read_head(file: int) -> tuple[bytes, Header]:
     return head.tobytes(), best_header(head)
 
 
-def slot_of_head(head: bytes, file: int) -> SlotMap:
+def slot_of_head(head: bytes, file: int) -> StoredSlotMap:
     """Returns a slot whose data stay in its file: no page of the file is mapped.
 
     So a file that is cut, or storage that fails, gives an error and no signal.
@@ -458,7 +478,7 @@ def slot_of_head(head: bytes, file: int) -> SlotMap:
     memory = mmap.mmap(-1, geometry.file_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     slot = np.frombuffer(memory, np.uint8)
     slot[: geometry.data_offset] = data[: geometry.data_offset]
-    return SlotMap(slot, file)
+    return StoredSlotMap(slot, file)
 
 
 def read_file(file: int, offset: int, into: Bytes) -> None:

@@ -22,6 +22,7 @@ from reft.errors import FormatError
 from reft.wire import local_socket, messages, rpc
 from reft.wire.shm import map_file
 from reft.wire.slot_format import PAGE, Bytes, SlotMap, read_head, slot_of_head
+from reft.wire.timed_read import in_time
 from reft.wire.v1 import daemon_pb2 as pb
 
 # Spare bytes of the table: it grows when a step counter moves to another device.
@@ -140,11 +141,13 @@ class SlotLeases:
 
         Raises:
             FormatError: the file is no slot, is cut, or can't be read.
+            RestoreError: storage hangs.
         """
         request = pb.SlotsRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=[name])
         (descriptor,) = local_socket.ask_slots(self.socket_path, request, [], self.settings.attach_deadline_s)
         try:
-            slot = slot_of_head(read_head(descriptor)[0], descriptor)
+            head, _ = in_time(lambda: read_head(descriptor), f"slot {name}")
+            slot = slot_of_head(head, descriptor)
         except OSError as error:
             os.close(descriptor)
             raise FormatError(f"slot {name} can't be read from storage: {error}.") from error
