@@ -24,7 +24,7 @@ from reft.cli.main import main
 from reft.wire.slot_format import read_head
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support import exported
-from tests.support.daemons import DaemonProcess, Site, until, vanish
+from tests.support.daemons import ROOT, DaemonProcess, Site, until, vanish
 from tests.support.reshaped import Ranks
 from tests.support.stored import persist
 from tests.support.trainers import Spec, Trainers, run
@@ -132,12 +132,42 @@ def test_loads_without_reft_into_one_rank_and_into_two(site: Site, tmp_path: Pat
     if form == "safetensors":  # its names are those of the model
         expected = {name.partition(".")[2]: value for name, value in expected.items()}
     for world in (1, 2):
-        done = subprocess.run(
-            [sys.executable, "-I", exported.__file__, str(tmp_path / "out"), str(world)],
-            capture_output=True, text=True, timeout=180, check=False,
-        )  # fmt: skip
+        assert loaded_by(sys.executable, tmp_path / "out", world) == expected
+
+
+def loaded_by(python: str | Path, folder: Path, world: int) -> Any:
+    """Returns the digests that a fresh process has loaded, see `tests.support.exported`."""
+    done = started(python, "-I", exported.__file__, str(folder), str(world))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def started(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=plain)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_environment_without_reft_loads_an_export(site: Site, tmp_path: Path) -> None:
+    """It was made just now, with torch, safetensors and numpy alone."""
+    nodes = site.add(4)
+    expected = trained(nodes, "fsdp2", tmp_path)
+    python = tmp_path / "fresh/bin/python"
+    pins = "-c", ROOT / ".ci/constraints.txt"
+    for command in (
+        (sys.executable, "-m", "venv", tmp_path / "fresh"),
+        (python, "-m", "pip", "install", "-q", *pins, "torch==2.13.0", "safetensors", "numpy"),
+    ):
+        done = started(*command)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert json.loads(done.stdout.splitlines()[-1]) == expected
+    assert "No module named 'reft'" in started(python, "-c", "import reft").stderr
+    plain = {name.partition(".")[2]: value for name, value in expected.items()}
+    for form, worlds in (("safetensors", (0, 1, 2)), ("dcp", (1, 2))):
+        export(nodes[0], "job", tmp_path / form, "--format", form)
+        for world in worlds:
+            found = loaded_by(python, tmp_path / form, world)
+            assert found == (plain if form == "safetensors" and world else expected), (form, world)
 
 
 def test_storage_is_exported_without_a_daemon(site: Site, tmp_path: Path) -> None:

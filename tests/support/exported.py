@@ -1,6 +1,7 @@
 """Reads exports as somebody without reft would; also a program, which refuses to import reft.
 
 python -I exported.py FOLDER WORLD    loads FOLDER into WORLD ranks; prints digests as JSON
+                      FOLDER 0        loads it by safetensors alone
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def main() -> None:
     sys.meta_path.insert(0, NoReft())
     folder, world = sys.argv[1], int(sys.argv[2])
     with tempfile.TemporaryDirectory() as scratch:
-        if world == 1:
-            print(json.dumps(digests(loaded(Path(folder)))))
+        if world < 2:
+            print(json.dumps(digests(loaded(Path(folder)) if world else safetensors(Path(folder)))))
             return
         out = f"{scratch}/out"
         multiprocessing.spawn(sharded, (folder, world, f"{scratch}/store", out), nprocs=world)
