@@ -5,6 +5,7 @@ Precedence: an argument beats the environment (REFT_*), which beats the default.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -216,6 +217,15 @@ def runtime_dir() -> Path:
     """
     base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     return Path(base) / f"reft-{os.getuid()}"
+
+
+def slots_folder(socket: Path) -> Path:
+    """Returns the folder of the slots of the daemon at a socket, unless --dir names another one.
+
+    There is one folder for each socket's path: the next daemon at this socket takes the slots over.
+    """
+    name = hashlib.blake2b(os.fsencode(socket.absolute()), digest_size=4).hexdigest()
+    return Path("/dev/shm") / f"reft-{os.getuid()}-{name}"
 
 
 @dataclass(frozen=True)

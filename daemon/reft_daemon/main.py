@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import ipaddress
 import logging
-import os
 import signal
 import socket
 import sys
@@ -20,7 +18,7 @@ import grpc
 from grpc_health.v1 import health as health_service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from reft.config import Config, parse_duration, parse_size
+from reft.config import Config, parse_duration, parse_size, slots_folder
 from reft.core.budget import format_bytes
 from reft.core.coding.turn_pace import NO_LIMIT, BandwidthLimit, automatic_limit, fixed_limit
 from reft.core.persist.retention import RetentionSettings
@@ -527,11 +525,8 @@ def main(
                 "--tls-cert, --tls-key and --tls-ca belong together, and some are missing.", "give all three"
             )
         tls = Tls(tls_cert, tls_key, tls_ca) if tls_cert and tls_key and tls_ca else None
-        socket_hash = hashlib.blake2b(os.fsencode(socket_path.absolute()), digest_size=4).hexdigest()
-        # One folder per socket path: the next daemon at this socket takes over the folder's slots.
-        default_folder = Path("/dev/shm") / f"reft-{os.getuid()}-{socket_hash}"
         settings = DaemonSettings(
-            node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
+            node, check_domain(domain), socket_path.absolute(), listen, (folder or slots_folder(socket_path)).absolute(),
             parse_size(memory), parse_spare(spare),
             RetentionTimes(check_seconds("--ttl", ttl), check_seconds("--ttl-failed", ttl_failed)),
             check_seconds("--idle-exit", idle_exit), purge, tls, insecure, kill_hung, bulk, protect_bandwidth,

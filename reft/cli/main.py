@@ -29,6 +29,7 @@ from reft.cli.export.command import ExportCommand, report_lines
 from reft.cli.export.start import export_source, progress
 from reft.cli.go_back import GoBackCommand
 from reft.cli.persist import persist_job, progress_text
+from reft.cli.purge_all import purge_all_command
 from reft.cli.recover import RecoverCommand, replacement_here
 from reft.cli.signals import unwinding
 from reft.cli.survey import steady, surveys
@@ -263,28 +264,33 @@ def persist(job: str, as_json: bool, daemon: str | None) -> None:
 
 
 @main.command()
-@click.argument("job")
+@click.argument("job", required=False, default="")
+@click.option("--all", "all_jobs", is_flag=True, help="Leave nothing on this node: jobs, daemon, folders and logs.")
 @click.option("--yes", is_flag=True, help="Free the memory without asking.")
 @json_option
 @daemon_option
-def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
+def purge(job: str, all_jobs: bool, yes: bool, as_json: bool, daemon: str | None) -> None:
     """Frees everything that this node's daemon holds of JOB.
 
     The snapshots of JOB on this node are lost. JOB must not be training. Run it on every node of
     JOB. Checkpoints on storage stay, but the next start of JOB does not begin from them.
+
+    With --all, all jobs of the daemon are freed, the daemon is ended if attach started it, and its
+    folders and logs are removed. That works without a running daemon, too.
     """
     with failing(as_json):
+        if bool(job) is all_jobs:
+            raise ConfigError("purge needs JOB or --all, and not both.", "reft-cli purge JOB, or reft-cli purge --all")
         address = local_address(daemon)
+        if all_jobs:
+            _purge_all(address, yes, as_json)
+            return
         reply = ask(address, "Status", pb.StatusRequest(job=job, deep=True))
         view = status_view.job_view(reply.jobs[0], surveys(address, reply).get(job))
         others = [node.node for node in view.nodes if node.node != reply.node]
         if not yes:
-            if as_json or not sys.stdin.isatty():
-                raise ConfigError(
-                    "purge can't ask for confirmation: stdin is no terminal, or --json was given.", "add --yes"
-                )
             step = "no whole step" if view.whole is None else f"step {view.whole}"
-            _confirm(f"Free the memory of job {job} on {reply.node} ({step})?")
+            _confirm(f"Free the memory of job {job} on {reply.node} ({step})?", as_json)
         freed = ask(address, "Purge", pb.PurgeRequest(job=job)).freed_bytes
     if as_json:
         result = {"job": job, "node": reply.node, "freed_bytes": freed, "other_nodes": others}
@@ -562,7 +568,22 @@ def _go_back(command: GoBackCommand, yes: bool, as_json: bool) -> None:
         click.echo("Nothing was changed. Add --yes to go back.")
 
 
-def _confirm(question: str) -> None:
+def _purge_all(address: str, yes: bool, as_json: bool) -> None:
+    """Frees all jobs of the daemon, and removes what it would leave on this node."""
+    command = purge_all_command(address)
+    reply = command.look()
+    if not yes:
+        jobs = [each.job for each in reply.jobs] if reply else []
+        which = f" ({', '.join(jobs)})" if jobs else ""
+        _confirm(f"Free {counted(len(jobs), 'job')}{which}, and remove reft's files on this node?", as_json)
+    result = command.run()
+    if as_json:
+        click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result.document()}, indent=2))
+    else:
+        click.echo("\n".join(result.lines()))
+
+
+def _confirm(question: str, as_json: bool) -> None:
     """Returns if the user answers yes.
 
     click's own prompt is not used: it can't tell Ctrl-C, which has an exit code of its own, from
@@ -570,7 +591,10 @@ def _confirm(question: str) -> None:
 
     Raises:
         Abort: any other answer; exit code 1.
+        ConfigError: nobody can be asked.
     """
+    if as_json or not sys.stdin.isatty():
+        raise ConfigError("purge can't ask for confirmation: stdin is no terminal, or --json was given.", "add --yes")
     click.echo(f"{question} [y/N]: ", nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise click.Abort

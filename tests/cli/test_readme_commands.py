@@ -69,6 +69,7 @@ def test_what_is_typed_while_a_job_trains_and_once_a_node_is_lost(nodes, tmp_pat
     assert "Nothing was changed" in reader.run("reft-cli recover run1")
     assert "node2" in reader.run("reft-cli recover run1 --yes --onto node2=node3:29700")
     assert "freed" in reader.run("reft-cli purge run1 --yes")
+    assert "attach did not start this daemon" in reader.run("reft-cli purge --all --yes")
 
 
 def test_a_checkpoint_is_asked_for_while_a_job_trains(tmp_path):
