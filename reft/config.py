@@ -220,7 +220,7 @@ def runtime_dir() -> Path:
 
 
 def slots_folder(socket: Path) -> Path:
-    """Returns the folder of the slots of the daemon at a socket, unless --dir names another one.
+    """Returns the slots' folder of the daemon at a socket, without --dir.
 
     There is one folder for each socket's path: the next daemon at this socket takes the slots over.
     """

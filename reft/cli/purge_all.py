@@ -166,7 +166,7 @@ class PurgeAllCommand:
         return slots_folder(self._socket)
 
     def _free(self, job: str) -> int | None:
-        """Frees a job; returns the bytes, or None if the daemon has just freed the job itself."""
+        """Frees a job; returns the bytes, or None if the job is gone."""
         try:
             nbytes: int = ask(self.address, "Purge", pb.PurgeRequest(job=job), SURVEY_DEADLINE_S).freed_bytes
             return nbytes
@@ -197,7 +197,7 @@ class PurgeAllCommand:
             os.close(process)
 
     def _remove(self, slots: Path) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Removes the files of a daemon that has ended; returns the removed paths, and what stays.
+        """Removes the files of an ended daemon; returns the removed paths, and what stays.
 
         Raises:
             AttachError: a process still has a slot.

@@ -102,7 +102,7 @@ def over_table(jobs: Sequence[JobView]) -> list[str]:
 
 
 def script_of(job: JobView) -> str:
-    """Returns the name of the job's script without its folder; empty if it is not known."""
+    """Returns the script's name without its folder; empty if not known."""
     return job.script.rpartition("/")[2]
 
 

@@ -96,6 +96,7 @@ LAYERS = {
             "go_back",
             "persist",
             "recover",
+            "purge_all",
             "recover_view",
             "status_text",
             "status_view",

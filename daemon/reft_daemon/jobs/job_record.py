@@ -143,7 +143,7 @@ class JobRecord:
 
     @property
     def has_seen_end(self) -> bool:
-        """Whether this daemon saw a trainer end, since the decision or since it adopted the job."""
+        """Whether this daemon saw a trainer end, of this decision."""
         return bool(self.leases) and self.ended_s > self.since_s
 
     @property

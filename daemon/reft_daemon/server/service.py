@@ -528,7 +528,7 @@ def merge_signals(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
 
 
 def merge_end(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
-    """Takes over when the last trainer ended on another daemon of the job, if that was later."""
+    """Takes over the end of the last trainer on another daemon, if that was later."""
     if theirs.HasField("ended_s") and (not ours.HasField("ended_s") or theirs.ended_s < ours.ended_s):
         ours.ended_s = theirs.ended_s
 
