@@ -1,4 +1,4 @@
-"""A loop on Accelerate with reft: three lines.
+"""A loop on Accelerate with reft: four lines.
 
 python examples/accelerate_loop.py                                        one process
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
@@ -11,7 +11,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from reft.integrations.accelerate import Batches, attach
+import reft
+from reft.integrations.accelerate import attach
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=48)
@@ -28,8 +29,9 @@ loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
 
 losses = []
-batches = Batches(loader)
-session = attach(accelerator, model, optimizer, batches, schedule)  # restores the state, if reft holds one
+loader = reft.ResumableLoader(loader)
+session = attach(accelerator, model, optimizer, loader, schedule)  # restores the state, if reft holds one
+batches = loader.endless()
 while session.step < total:
     x, y = next(batches)  # the batch comes first: accumulate asks the loader whether it is the last
     with accelerator.accumulate(model):

@@ -94,7 +94,7 @@ class ResumableLoader:
     def endless(self) -> Iterator[Any]:
         """Yields the batches of one epoch after the other. Ends if an epoch has no batch."""
         for _ in self.epochs(2**63):
-            yield from self
+            yield from self._remaining()
             if not self.batch:
                 return
 
@@ -104,6 +104,9 @@ class ResumableLoader:
         Raises:
             ConfigError: this epoch has been passed over before.
         """
+        return self._remaining()
+
+    def _remaining(self) -> Iterator[Any]:
         if self._entered is None:
             return self._look()
         if self.batch > self._entered + 1:
