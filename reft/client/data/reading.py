@@ -95,8 +95,9 @@ def moved(epoch: int, batch: int, before: ReadingFacts, now: ReadingFacts, batch
         return 0, ""
     if now.is_split_in_turn and batches is not None:
         read, samples = batch * before.samples, now.samples
-        moved_batch = min(read // samples, batches)
-        again = max(min(read, batches * samples) - moved_batch * samples, 0)
+        has_ended = read >= now.facts["samples"]
+        moved_batch = batches if has_ended else read // samples
+        again = 0 if has_ended else read % samples
         line = f"data: epoch {epoch} goes on at batch {moved_batch} of {now.replicas} replicas"
         return moved_batch, f"{line}; it was batch {batch} of {before.replicas}. {again} samples are read again."
     if now.facts.get("sampler") in ALIKE:
