@@ -32,6 +32,7 @@ from reft.client.state.tracked_objects import TrackedObjects
 REACHED_MAX: Final = 10_000
 ENTRIES_MAX: Final = 1000  # of one container
 AVERAGED: Final = re.compile(r"(?:^|_|[a-z])(?:EMA|Ema)|(?:^|_)(?:ema|EMA)(?:_|$|\d)|[Aa]verag")
+STATEFUL: Final = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
 # What is reached, and not looked into.
 OPAQUE: Final = (
     *(nn.Module, torch.Tensor, torch.optim.Optimizer, DataLoader, Dataset, torch.Generator),
@@ -124,7 +125,7 @@ class AliveObjects:
                 yield "scaler", scaler
         tracked = {id(each) for each in (*self._tracked.optimizers, *self._tracked.modules.values())}
         for each in objects:
-            if not has_own_state(each):
+            if not has_own_state(type(each)):
                 continue
             if is_average(each, names):
                 yield "ema", each
@@ -141,9 +142,14 @@ class AliveObjects:
 
 
 def reachable_objects() -> list[Any]:
-    """Returns all objects that Python's garbage collector knows, without garbage."""
+    """Returns all objects that may have state of their own, without garbage.
+
+    A process with torch has a million objects of some thousand types, so the types are judged.
+    """
     gc.collect()
-    return gc.get_objects()
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, STATEFUL) or has_state_methods(kind)}
+    return [each for each in objects if type(each) in kinds]
 
 
 def of_kind(objects: Iterable[Any], kind: type) -> list[Any]:
@@ -165,7 +171,7 @@ def reached(roots: Iterable[Any]) -> dict[int, Any]:
         seen[id(value)] = value
         if issubclass(type(value), OPAQUE):
             continue
-        if isinstance(value, Mapping):
+        if issubclass(type(value), Mapping):
             waiting += islice(value.values(), ENTRIES_MAX)
         elif type(value) in (list, tuple, set, frozenset):
             waiting += islice(value, ENTRIES_MAX)
@@ -202,13 +208,16 @@ def is_average(value: Any, names: Mapping[int, str]) -> bool:
     return bool(AVERAGED.search(type(value).__name__) or AVERAGED.search(names.get(id(value), "")))
 
 
-def has_own_state(value: Any) -> bool:
-    """Returns whether an object has state_dict and load_state_dict, and is of no other kind."""
-    kind = type(value)
-    others = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader, type)
-    if issubclass(kind, others) or kind.__module__.partition(".")[0] in ("torch", "reft"):
-        return False
-    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+def has_own_state(kind: type) -> bool:
+    """Returns whether a class has state_dict and load_state_dict, and is of no other kind."""
+    is_other = issubclass(kind, STATEFUL) or kind.__module__.partition(".")[0] in ("torch", "reft")
+    return not is_other and has_state_methods(kind)
+
+
+def has_state_methods(kind: type) -> bool:
+    """Returns whether a class has state_dict and load_state_dict; asks no metaclass."""
+    spaces = [vars(each) for each in kind.__mro__]
+    return all(any(name in space for space in spaces) for name in ("state_dict", "load_state_dict"))
 
 
 def file_of(kind: type) -> str:
