@@ -22,7 +22,7 @@ from reft.client.rehearsal.alive import AVERAGED, AliveObjects
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects():
-    """Hides the objects of torch and of earlier tests from the scans, which so take milliseconds."""
+    """Hides the objects of torch and of earlier tests: scans take milliseconds."""
     gc.freeze()
     yield
     gc.unfreeze()
