@@ -401,22 +401,11 @@ def rehearse(
           a run failed: its log is shown
       2   the runs differ before the kill: not deterministic by itself
     """
-    from reft.cli.rehearse.report import EXIT_CODES, document, first_lines, report_lines
-    from reft.cli.rehearse.run import RehearsalRequest, rehearse
-
-    def say(line: str) -> None:
-        click.echo(line, err=as_json)
+    from reft.cli.rehearse.verb import run_verb  # only this verb needs the import
 
     with failing(as_json):
-        for line in first_lines(list(command), folder is not None):
-            say(line)
-        report = rehearse(RehearsalRequest(command, steps, kill, folder, timeout_s), say)
-    if as_json:
-        click.echo(json.dumps(document(report), indent=2))
-    else:
-        for line in report_lines(report):
-            click.echo(line)
-    sys.exit(EXIT_CODES[report.result.outcome])
+        code = run_verb(command, steps, kill, folder, timeout_s, as_json)
+    sys.exit(code)
 
 
 @main.command("list")

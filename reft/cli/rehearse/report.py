@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, Final
 
-from reft.cli.rehearse.run import RehearsalReport
+from reft.cli.rehearse.run import RehearsalReport, RehearsalRequest
 from reft.core.rehearsal.causes import LikelyCause
 from reft.core.rehearsal.compare import MarkDifference
 from reft.core.rehearsal.judge import RehearsalOutcome
@@ -22,11 +22,11 @@ EXIT_CODES: Final = {
 NAMES_SHOWN = 3
 
 
-def first_lines(report_arguments: list[str], has_folder: bool) -> Iterator[str]:
+def first_lines(request: RehearsalRequest) -> Iterator[str]:
     """Yields what is said before the runs."""
-    yield f"reft rehearse: {shlex.join(report_arguments)}"
-    if not has_folder:
-        yield "The script runs twice, and writes its outputs twice, here. --cwd DIR runs it in a fresh folder."
+    yield f"reft rehearse: {shlex.join(request.arguments)}"
+    if request.folder is None:
+        yield "The script runs twice, and writes its outputs twice, here. --cwd DIR runs it in fresh folders."
 
 
 def report_lines(report: RehearsalReport) -> Iterator[str]:

@@ -1,0 +1,162 @@
+"""`reft-cli rehearse` with a stand-in for the trainer: real processes, real SIGKILLs, no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from reft.cli.demo import clean_up
+from tests.support.daemons import ROOT, until
+
+TRAINER = (sys.executable, "-m", "tests.support.rehearsed")
+STEPS = "12"
+
+
+@pytest.fixture
+def rehearse(tmp_path, monkeypatch):
+    """Returns a function that runs `reft-cli rehearse`; all files go to the test's own folder."""
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), "REFT_PERSIST": "/nowhere"}
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "reft.cli.main", "rehearse", "--steps", STEPS, *arguments]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
+        )
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        process = start(*arguments)
+        output, errors = process.communicate(timeout=110)
+        return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
+
+    run.start, run.temporary = start, temporary
+    return run
+
+
+def left(folder: Path) -> list[str]:
+    """Returns what a rehearsal left: folders, and processes of its runs."""
+    processes = [each for path in folder.glob("reft-rehearse-*") for each in clean_up.marked(path)]
+    return [path.name for path in folder.iterdir()] + [str(each) for each in processes]
+
+
+def test_an_equal_run_leaves_nothing(rehearse, tmp_path):
+    done = rehearse("--json", "--", *TRAINER)
+    assert (done.returncode, done.stderr.count("run ")) == (0, 2), done.stderr
+    report = json.loads(done.stdout)
+    assert (report["outcome"], report["difference"], report["causes"]) == ("equal", None, [])
+    assert report["killed_after"] >= 6 and report["restored_step"] >= 6 and report["compared_through"] == 12
+    assert (report["steps"], report["ranks"], report["restored_from"], report["logs"]) == (12, 1, "memory", None)
+    assert left(rehearse.temporary) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("prefetch", 1, ["DIFFERENT", "an input of the model", "fetched before the mark is lost", "reft.Values"]),
+        ("random", 2, ["NOT DETERMINISTIC BY ITSELF", "step 1, rank 0: an input of the model", "nothing seeds"]),
+        ("fresh", 1, ["DIFFERENT", "attach restored nothing"]),
+        ("forgotten", 1, ["FORGOTTEN: bit-equal through step 12", 'state={"ema": ema}']),
+    ],
+)
+def test_a_difference_is_named_and_its_logs_are_kept(rehearse, fault, code, words):
+    done = rehearse("--", *TRAINER, "--fault", fault)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert [word for word in words if word not in done.stdout] == []
+    (logs,) = rehearse.temporary.iterdir()
+    assert f"Logs and records are in {logs}." in done.stdout
+    assert {path.name for path in logs.iterdir()} == {"a.log", "b.log", "a.0.jsonl", "b.0.jsonl"}
+
+
+def test_a_script_that_fails_by_itself(rehearse):
+    done = rehearse("--json", "--", *TRAINER, "--fault", "crash")
+    error = json.loads(done.stderr.splitlines()[-1])["error"]
+    assert (done.returncode, done.stdout, error["exit_code"]) == (1, "", 1)
+    assert "run A: the command ended with code 1" in error["message"] and "not a number" in error["message"]
+
+
+def test_a_shorter_script_is_rehearsed_as_far_as_it_goes(rehearse):
+    done = rehearse("--", *TRAINER, "--steps", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The script has only 8 steps." in done.stdout and "bit-equal through step 8" in done.stdout
+
+
+def test_a_script_without_marks(rehearse):
+    done = rehearse("--", sys.executable, "-c", "print('no reft here')")
+    assert done.returncode == 1
+    assert "run A ended after 0 steps" in done.stderr and "no reft here" in done.stderr
+    assert "call reft.attach" in done.stderr
+
+
+def test_a_run_has_a_deadline(rehearse):
+    done = rehearse("--timeout", "4", "--", *TRAINER, "--step-s", "30")
+    assert done.returncode == 1
+    assert "run A reached step 0 of 12 within 4 s." in done.stderr and "--timeout" in done.stderr
+
+
+@pytest.mark.parametrize("kill", ["all", "daemon"])
+def test_other_kills(rehearse, kill):
+    done = rehearse("--kill", kill, "--", *TRAINER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert left(rehearse.temporary) == []
+
+
+def test_each_run_gets_a_fresh_folder(rehearse, tmp_path):
+    (tmp_path / "in.txt").write_text("here")
+    done = rehearse("--cwd", "runs", "--", *TRAINER, "--outputs", "out.txt")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in (tmp_path / "runs").rglob("out.txt")} == {"out.txt"}
+    assert [(tmp_path / "runs" / name / "out.txt").exists() for name in ("a", "b")] == [True, True]
+    assert not (tmp_path / "out.txt").exists() and "twice" not in done.stdout
+    again = rehearse("--cwd", "runs", "--", *TRAINER)
+    assert (again.returncode, again.stdout.count("run A")) == (2, 0)
+    assert "name a fresh folder" in again.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_nothing(rehearse, number, code):
+    process = rehearse.start("--", *TRAINER)
+    until(lambda: any(rehearse.temporary.rglob("a.0.jsonl")), 60, "that run A trains")
+    runs = [path for path in rehearse.temporary.glob("reft-rehearse-*") if "logs" not in path.name]
+    assert len(clean_up.marked(runs[0])) >= 2  # the trainer and its daemon
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert (process.returncode, left(rehearse.temporary)) == (code, [])
+    assert clean_up.marked(runs[0]) == []
+
+
+def test_a_killed_rehearsal_leaves_only_its_logs(rehearse):
+    process = rehearse.start("--", *TRAINER)
+    until(lambda: any(rehearse.temporary.rglob("a.0.jsonl")), 60, "that run A trains")
+    process.kill()
+    process.communicate(timeout=60)
+
+    def remaining() -> bool:
+        return [name.startswith("reft-rehearse-logs-") for name in left(rehearse.temporary)] == [True]
+
+    until(remaining, 60, "that the clean-up has ended")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--", "torchrun", "--nnodes=2", "x.py"], "needs 2 nodes"),
+        (["--", "torchrun", "--nnodes", "2:4", "x.py"], "needs 2 nodes"),
+        (["--", "no-such-program"], "can't be started"),
+        (["--kill", "node", "--", "x"], "node"),
+        ([], "COMMAND"),
+    ],
+)
+def test_what_can_not_be_rehearsed_is_wrong_usage(rehearse, arguments, words):
+    done = rehearse(*arguments)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert left(rehearse.temporary) == []
