@@ -32,11 +32,8 @@ def first_lines(request: RehearsalRequest) -> Iterator[str]:
 def report_lines(report: RehearsalReport) -> Iterator[str]:
     """Yields the judgement for a person."""
     result = report.result
-    yield (
-        f"Killed after step {report.killed_after}; "
-        + (f"step {result.base} came back from {result.source}; " if result.source else "nothing came back; ")
-        + f"{result.recovery_s:.1f} s from kill to the next step."
-    )
+    came_back = f"step {result.base} came back from {result.source}" if result.source else "nothing came back"
+    yield f"Killed after step {report.killed_after}; {came_back}."
     if result.outcome is RehearsalOutcome.NOT_DETERMINISTIC:
         yield "NOT DETERMINISTIC BY ITSELF: the runs differ before the kill. Recovery has no part in it."
     elif result.outcome is RehearsalOutcome.DIFFERENT:
@@ -44,7 +41,7 @@ def report_lines(report: RehearsalReport) -> Iterator[str]:
     elif result.outcome is RehearsalOutcome.FORGOTTEN:
         yield f"FORGOTTEN: bit-equal through step {result.through}, but a restart loses state of the script."
     else:
-        yield f"bit-equal through step {result.through}; {result.recovery_s:.1f} s from kill to the next step"
+        yield f"bit-equal through step {result.through}; {result.recovery_s:.1f} s from the kill to the next step"
     if result.difference:
         yield f"  first      {difference_words(result.difference)}"
     for cause in result.causes:
@@ -59,7 +56,7 @@ def report_lines(report: RehearsalReport) -> Iterator[str]:
 
 def difference_words(difference: MarkDifference) -> str:
     """Returns where two runs differ first."""
-    names = ", ".join(difference.names[:NAMES_SHOWN]) + more(len(difference.names[NAMES_SHOWN:]), "other")
+    names = ", ".join(difference.names[:NAMES_SHOWN]) + more(len(difference.names[NAMES_SHOWN:]), "name")
     return f"step {difference.step}, rank {difference.rank}: {difference.kind.value} ({names})"
 
 

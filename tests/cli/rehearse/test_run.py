@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from reft.cli.demo import clean_up

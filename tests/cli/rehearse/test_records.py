@@ -1,0 +1,110 @@
+"""The lines of a rehearsed trainer, read while they are written; and how a command is prepared."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from reft.cli.rehearse.records import RecordReader, RehearsalError, parse
+from reft.cli.rehearse.report import difference_words
+from reft.cli.rehearse.training import check_one_host, command_in, own_environment
+from reft.core.rehearsal.compare import DifferenceKind, MarkDifference
+from reft.core.rehearsal.records import AliveObject, AliveRecord, AttachRecord, MarkRecord, MoveRecord
+from reft.errors import ConfigError, FormatError
+
+ATTACH = {
+    "kind": "attach", "rank": 0, "step": 3, "world": 2, "pid": 7, "restored_from": "memory", "time": 1.5,
+    "generators": {"torch": "g"}, "state": ["lr"], "regroups": True, "hash": 5, "digests": "xxh3_64",
+}  # fmt: skip
+MARK = {
+    "kind": "mark", "rank": 0, "step": 4, "time": 2.5, "inputs": ["i"], "at_forward": None, "generators": {},
+    "groups": {"optimizer.0.0": {"lr": 0.1}}, "state": {"lr": "s"}, "leaves": {"w": "l"},
+}  # fmt: skip
+
+
+def line(entry: dict) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode()
+
+
+def test_each_kind_of_line():
+    assert parse(line(ATTACH)) == AttachRecord(0, 2, 7, 3, "memory", 1.5, {"torch": "g"}, ("lr",), True, 5)
+    assert parse(line(MARK)) == MarkRecord(
+        4, 2.5, ("i",), None, {}, {"optimizer.0.0": {"lr": 0.1}}, {"lr": "s"}, {"w": "l"}
+    )
+    moved = {"generator": "torch", "file": "train.py", "line": 41, "code": "iter(loader)"}
+    assert parse(line({"kind": "moved", **moved})) == MoveRecord("torch", "train.py", 41, "iter(loader)")
+    assert parse(line({"kind": "usual", **moved})) == MoveRecord("torch", "train.py", 41, "iter(loader)", True)
+    alive = {"kind": "alive", "objects": [{"kind": "ema", "type": "AveragedModel", "name": "ema"}]}
+    assert parse(line(alive)) == AliveRecord([AliveObject("ema", "AveragedModel", "ema")])
+    assert parse(line({"kind": "untraced", "reason": "a debugger"})) is None
+
+
+def test_a_trainer_that_could_not_record_ends_the_rehearsal():
+    with pytest.raises(RehearsalError, match="could not record the rehearsal: OSError: full"):
+        parse(line({"kind": "failed", "error": "OSError: full"}))
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"kind": "mark"}', b"{}"])
+def test_other_lines_are_refused(text):
+    with pytest.raises(FormatError, match="can't be read"):
+        parse(text)
+
+
+def test_lines_are_read_once_they_are_whole(tmp_path):
+    path, reader = tmp_path / "a.0.jsonl", RecordReader(tmp_path / "a")
+    whole = line(ATTACH) + b"\n" + line(MARK)
+    path.write_bytes(whole)
+    (tmp_path / "ab.1.jsonl").write_bytes(line(ATTACH) + b"\n")  # of another run
+    reader.poll()
+    assert [len(each) for each in reader.records.values()] == [1]
+    path.write_bytes(whole + b"\n")
+    reader.poll()
+    reader.poll()
+    assert [list(each[0].marks) for each in reader.attempts().values()] == [[4]]
+
+
+def test_a_line_that_sigkill_cut_is_left_out(tmp_path):
+    path, reader = tmp_path / "a.0.jsonl", RecordReader(tmp_path / "a")
+    path.write_bytes(line(ATTACH) + b"\n" + line(MARK)[:20] + line(ATTACH) + b"\n" + line(MARK) + b"\n")
+    reader.poll()
+    assert [list(each.marks) for each in reader.attempts()[0]] == [[], [4]]
+
+
+def test_what_joins_a_run_to_another_daemon_is_left_out(monkeypatch):
+    for name in ("DAEMON", "PERSIST", "JOB", "RUNTIME_DIR", "RESTORE", "DIR", "FAILPOINTS", "REHEARSE", "SLOTS"):
+        monkeypatch.setenv(f"REFT_{name}", "2")
+    kept = [name for name in own_environment() if name.startswith("REFT_")]
+    assert kept == ["REFT_SLOTS"] and "PATH" in own_environment()
+
+
+def test_files_are_named_from_where_the_user_is(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "out").mkdir()
+    arguments = ["python", "train.py", "out", "--steps"]
+    here = command_in(arguments, tmp_path, None)
+    assert (here.arguments, here.folder, here.import_path) == (arguments, tmp_path, "")
+    moved = command_in(arguments, tmp_path, tmp_path / "runs/a")
+    assert moved.arguments == ["python", str(tmp_path / "train.py"), "out", "--steps"]
+    assert moved.folder == tmp_path / "runs/a" and moved.folder.is_dir()
+    assert moved.import_path.split(":")[0] == str(tmp_path)
+    with pytest.raises(ConfigError, match="exists"):
+        command_in(arguments, tmp_path, tmp_path / "runs/a")
+
+
+@pytest.mark.parametrize(("values", "fits"), [([], True), (["--nnodes=1"], True), (["--nnodes", "1:4"], True),
+                                              (["--nnodes=2"], False), (["--nnodes", "2:4"], False)])  # fmt: skip
+def test_one_host_only(values, fits, monkeypatch):
+    if fits:
+        check_one_host(["torchrun", *values, "x.py"])
+    else:
+        with pytest.raises(ConfigError, match="needs 2 nodes"):
+            check_one_host(["torchrun", *values, "x.py"])
+    monkeypatch.setenv("PET_NNODES", "3")
+    with pytest.raises(ConfigError, match="needs 3 nodes"):
+        check_one_host(["torchrun", "x.py"])
+
+
+def test_many_names_are_counted():
+    difference = MarkDifference(5, 1, DifferenceKind.LEAVES, ["a", "b", "c", "d", "e"], frozenset())
+    assert difference_words(difference) == "step 5, rank 1: a tensor of model or optimizer (a, b, c and 2 more names)"

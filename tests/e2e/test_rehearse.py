@@ -1,0 +1,105 @@
+"""`reft-cli rehearse` on real trainings: clean ones pass, and each fault is found by its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.daemons import ROOT
+
+LOOP = (sys.executable, "-m", "tests.support.rehearsed_loop")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=reft",
+            "--rdzv-id=run1")  # fmt: skip
+
+
+def rehearsed(tmp_path, *command: str, kill: str = "rank", code: int = 0) -> dict:
+    """Runs `reft-cli rehearse --json`, and returns its document."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1",
+                   "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    arguments = [
+        sys.executable,
+        "-m",
+        "reft.cli.main",
+        "rehearse",
+        "--json",
+        "--steps",
+        "12",
+        "--kill",
+        kill,
+        "--",
+        *command,
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=1300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def passed(report: dict) -> bool:
+    return (report["outcome"], report["compared_through"], report["restored_from"]) == ("equal", 12, "memory")
+
+
+def kinds(report: dict) -> list[str]:
+    return [cause["kind"] for cause in report["causes"]]
+
+
+@pytest.mark.timeout(600)
+def test_a_clean_loop_passes(tmp_path):
+    assert passed(rehearsed(tmp_path, *LOOP))
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.timeout(600)
+def test_a_prefetched_batch_is_found(tmp_path):
+    report = rehearsed(tmp_path, *LOOP, "--fault", "prefetch", code=1)
+    assert (report["outcome"], report["difference"]["what"], kinds(report)[0]) == (
+        "different",
+        "inputs",
+        "prefetched-batch",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    ("fault", "outcome", "code", "kind"),
+    [
+        ("moved", "different", 1, "moved-generator"),
+        ("scheduler", "different", 1, "forgotten-scheduler"),
+        ("ema", "forgotten", 1, "forgotten-ema"),
+        ("worker", "not deterministic", 2, "unseeded-data"),
+        ("hash", "not deterministic", 2, "hash-order"),
+        ("position", "different", 1, "loader-began-again"),
+        ("epoch", "different", 1, "skipped-batches"),
+    ],
+)
+def test_a_fault_is_found_by_name(tmp_path, fault, outcome, code, kind):
+    report = rehearsed(tmp_path, *LOOP, "--fault", fault, code=code)
+    assert report["outcome"] == outcome and kind in kinds(report), report
+    if fault == "moved":
+        assert "`torch.rand(3)` at rehearsed_loop.py:" in report["causes"][0]["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kill", ["all", "daemon"])
+def test_other_kills_pass(tmp_path, kill):
+    assert passed(rehearsed(tmp_path, *TORCHRUN, "examples/ddp.py", kill=kill))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("script", ["ddp", "fsdp2", "zero1", "hsdp"])
+def test_the_examples_pass_on_two_ranks(tmp_path, script):
+    assert passed(rehearsed(tmp_path, *TORCHRUN, f"examples/{script}.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_an_agent_without_restarts_is_started_again(tmp_path):
+    command = [each for each in TORCHRUN if "max-restarts" not in each]
+    assert passed(rehearsed(tmp_path, *command, "examples/ddp.py"))
