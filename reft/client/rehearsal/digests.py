@@ -25,7 +25,7 @@ ON_HOST, ON_DEVICE = "xxh3_64", "xxh3_64 of sums"
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Returns the digest of a plain tensor's bytes; waits for its device."""
     if tensor.device.type != "cpu":
-        return xxhash.xxh3_64_hexdigest(tensor_sums(tensor))
+        return xxhash.xxh3_64_hexdigest(tensor_sums(tensor).tobytes())
     digest = xxhash.xxh3_64()
     for piece in pieces_of(tensor, PIECE_BYTES):
         digest.update(piece.numpy())

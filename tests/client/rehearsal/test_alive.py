@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -18,14 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from reft.client.attach.arguments import AttachArguments
 from reft.client.rehearsal import alive
 from reft.client.rehearsal.alive import AVERAGED, AliveObjects
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_objects():
-    """Hides the objects of torch and of earlier tests: scans take milliseconds."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Held:

@@ -106,9 +106,11 @@ def test_a_restored_run_appends_and_begins_where_the_first_one_was(rehearse, tmp
         step_once(model, optimizer, schedule.step)
     assert session.seal(timeout=60)
     session.close()
-    torch.rand(9)
     model, optimizer, schedule = make()
-    for _ in rehearse(model, optimizer, state={"lr": schedule}).steps(5):
+    session = rehearse(model, optimizer, state={"lr": schedule})
+    torch.rand(9)  # put back by session.steps
+    random.random()  # put back too
+    for _ in session.steps(5):
         step_once(model, optimizer, schedule.step)
     lines = records(tmp_path / "run")
     fresh, restored = of_kind(lines, "attach")
@@ -116,7 +118,9 @@ def test_a_restored_run_appends_and_begins_where_the_first_one_was(rehearse, tmp
     marks = of_kind(lines, "mark")
     assert [mark["step"] for mark in marks] == [1, 2, 3, 4, 5]
     assert restored["generators"] == marks[2]["generators"], "as restored"
-    assert of_kind(lines, "moved")[-1]["step"] == 3
+    moved = [(each["step"], each["code"]) for each in of_kind(lines, "moved")]
+    assert moved == [(step, "model(torch.randn(4, 4)).square().sum().backward()") for step in (0, 3)]
+    assert marks[3]["at_forward"] != marks[2]["generators"]
 
 
 def test_what_moves_a_generator_before_the_first_forward_is_named_with_its_line(rehearse, tmp_path):
