@@ -134,8 +134,8 @@ class Config:
     restore: str = _setting("restore", "auto")
     allow_pickled_extra_state: bool = _setting("allow_pickled_extra_state", False)
     lineage: str = _setting("lineage", "")
-    rehearse: str = _setting("rehearse", "")
     generators: str = _setting("generators", "auto")
+    rehearse: str = _setting("rehearse", "")
 
     def __post_init__(self) -> None:
         if not self.runtime_dir:

@@ -30,12 +30,12 @@ def test_every_field_is_a_variable():
             "REFT_PARITY_SCRATCH_BYTES": "8MiB", "REFT_LOAD_TRANSPORT": "nccl", "REFT_OVERHEAD_BUDGET": "0.01",
             "REFT_MTBF_S": "7200", "REFT_OVERRUN_SCRATCH_BYTES": "1MiB", "REFT_RESTORE": "require",
             "REFT_ALLOW_PICKLED_EXTRA_STATE": "1", "REFT_LINEAGE": "0123456789abcdef",
-            "REFT_GENERATORS": "user",
+            "REFT_GENERATORS": "user", "REFT_REHEARSE": "/r/run",
         }
     )  # fmt: skip
     assert loaded == Config(
         "off", "j", "unix:/d", "/r", "aec", 2, 2, 8192, 8 << 20, "nccl", 1.5, 0.5, 7.0, 0.01, 7200.0, "a:kill", 1 << 20,
-        "require", True, "0123456789abcdef", "user",
+        "require", True, "0123456789abcdef", "user", "/r/run",
     )  # fmt: skip
     assert not Config.load({"REFT_ALLOW_PICKLED_EXTRA_STATE": "0"}).allow_pickled_extra_state
 

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
+from reft.client.attach.engine import copy_engine
 from reft.client.attach.introduce import Introduction
 from reft.client.attach.plan import AttachPlan
 from reft.client.attach.records import RecordMemory, make_recorder
 from reft.client.link.reports import Reporter, ReporterFacts
 from reft.client.link.slots import MappedSlot, SlotLeases
-from reft.client.memory.cuda import Device
-from reft.client.memory.threads import ComputeThreads, copy_cpus, has_idle_cores
 from reft.client.restore.restore import RestoreResult
 from reft.client.session import Session
-from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.engine import CopyEngine
 from reft.client.snapshot.rank_slots import RankSlots
 from reft.client.snapshot.save_planner import SavePlanner
@@ -154,17 +152,6 @@ def make_snapshotter(
         history,
         make_recorder(records, introduction, reporter, engine.copy_cpu, step) if records else None,
     )
-
-
-def copy_engine(context: AttachContext, introduction: Introduction) -> CopyEngine:
-    """Returns the engine that copies the state of this rank's device."""
-    settings, device = context.settings, introduction.state.device
-    if device.type == "cuda":
-        from reft.client.snapshot.cuda_engine import CudaCopyEngine
-
-        return CudaCopyEngine(Device(device), settings.parity_scratch_bytes, settings.overrun_scratch_bytes)
-    teams = [introduction.ranks.infos[rank].process.team for rank in introduction.node.ranks]
-    return CpuCopyEngine(copy_cpus(), has_idle=has_idle_cores(ComputeThreads.own(), teams))
 
 
 def _cadence(context: AttachContext, plan: AttachPlan) -> SnapshotCadence:

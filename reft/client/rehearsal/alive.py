@@ -1,4 +1,4 @@
-"""Finds objects with state that live in the trainer, and that a restart would make anew.
+"""Finds living objects with state that a restart would make anew.
 
     gc's objects ─► of a kind with state? ─► tracked, in state=, or a part of these? ─► their names
                                              no
@@ -204,7 +204,7 @@ def names_of_objects() -> dict[int, str]:
 
 
 def is_average(value: Any, names: Mapping[int, str]) -> bool:
-    """Returns whether the name of a variable or of a class says that it is an average."""
+    """Returns whether the variable or the class is named like an average."""
     return bool(AVERAGED.search(type(value).__name__) or AVERAGED.search(names.get(id(value), "")))
 
 

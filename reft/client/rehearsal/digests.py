@@ -69,7 +69,7 @@ def group_values(group: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _setting(value: Any) -> object:
-    """Returns a number, a text, a list of these, or the digest of a tensor; None for the rest."""
+    """Returns a setting in JSON types, a tensor as its digest; None for other values."""
     if isinstance(value, torch.Tensor):
         return _setting(value.item()) if value.numel() == 1 else tensor_digest(value)
     if isinstance(value, np.generic):

@@ -1,4 +1,4 @@
-"""Digests of the tensors that the models get, and of the generators at the first forward.
+"""Digests of the models' inputs, and of the generators at the first forward.
 
 A forward pre-hook of each outermost tracked module sees the arguments as the script passes them. A
 module that is called inside a compiled one calls no hook: then there are no inputs.
@@ -80,7 +80,7 @@ class ForwardInputs:
 
 
 def outermost(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Returns the tracked models that lie in no other one; modules of state= are left out."""
+    """Returns the tracked models that lie in no other one; none of state=."""
     models = [module for prefix, module in modules.items() if prefix.startswith("model.")]
     inner = {id(part) for module in models for part in module.modules() if part is not module}
     return [module for module in models if id(module) not in inner]
@@ -104,7 +104,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def input_digest(tensor: torch.Tensor) -> str:
-    """Returns the digest of an input; a text that says so if its bytes can't be read."""
+    """Returns the digest of an input, or a text if its bytes can't be read."""
     try:
         local = tensor.detach().resolve_conj().resolve_neg()
         local = local.to_local() if hasattr(local, "to_local") else local

@@ -14,15 +14,13 @@ from typing import Final, NamedTuple
 
 import torch
 
-import reft
-
 PACKAGES: Final = frozenset({"site-packages", "dist-packages"})
 # Folders of code that is not the user's, beside the packages.
 FOLDERS: Final = tuple(
     os.path.join(os.path.realpath(folder), "")
     for folder in (
         sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"],
-        os.path.dirname(torch.__file__), os.path.dirname(reft.__file__),
+        os.path.dirname(torch.__file__), Path(__file__).parents[2],
     )
 )  # fmt: skip
 
