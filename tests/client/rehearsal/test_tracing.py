@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 
@@ -168,6 +169,18 @@ def test_an_error_never_reaches_the_traced_code(monkeypatch):
     tracer.start()
     monkeypatch.setattr(tracing, "generator_digests", lambda: 1 / 0)
     assert sys.gettrace() is None and isinstance(errors[0], ZeroDivisionError)
+
+
+def test_a_fork_of_the_trainer_is_not_traced(tracer):
+    """Workers of a loader are forks."""
+    tracer.start()
+    pid = os.fork()
+    if pid == 0:
+        is_even(2)
+        os._exit(0 if sys.gettrace() is None and not tracer.stop()[0] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    random.random()  # the parent's
+    assert found(tracer) == [("python", "random.random()  # the parent's")]
 
 
 def test_code_of_packages_and_of_reft_is_not_the_users():
