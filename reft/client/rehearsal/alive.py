@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -55,8 +56,9 @@ class AliveObjects:
 
     def note_modules(self) -> None:
         """Notes the bytes of all modules that are not tracked; called at the first mark."""
-        modules = self._foreign_modules(reachable_objects(), self._held_memory())
-        self._before = [(module, module_digest(module)) for module in modules]
+        held = self._held_memory()
+        modules = self._foreign_modules(reachable_objects(), held)
+        self._before = [(module, foreign_digest(module, held)) for module in modules]
 
     def find(self) -> list[dict[str, str]]:
         """Returns kind, type and name of each object; called at the second mark."""
@@ -64,7 +66,7 @@ class AliveObjects:
         covered, held = reached(self._state.values()), self._held_memory()
         kinds = [
             *(("scheduler", each) for each in self._schedulers(objects, covered)),
-            *self._modules(self._foreign_modules(objects, held), names),
+            *self._modules(self._foreign_modules(objects, held), held, names),
             *self._optimizers(objects, held),
             *self._others(objects, names),
         ]
@@ -102,13 +104,15 @@ class AliveObjects:
     def _held_memory(self) -> set[int]:
         return {0, *map(memory_of, self._tracked.bind().tensors.values())}
 
-    def _modules(self, foreign: Iterable[nn.Module], names: Mapping[int, str]) -> Iterator[tuple[str, nn.Module]]:
+    def _modules(
+        self, foreign: Iterable[nn.Module], held: set[int], names: Mapping[int, str]
+    ) -> Iterator[tuple[str, nn.Module]]:
         """Yields averages, and modules whose tensors have changed since the first mark."""
         before, self._before = {id(module): digest for module, digest in self._before}, []
         for module in foreign:
             if isinstance(module, AveragedModel) or is_average(module, names):
                 yield "ema", module
-            elif before.get(id(module), digest := module_digest(module)) != digest:
+            elif before.get(id(module), digest := foreign_digest(module, held)) != digest:
                 yield "module", module
 
     def _optimizers(self, objects: Iterable[Any], held: set[int]) -> Iterator[tuple[str, Any]]:
@@ -158,14 +162,14 @@ def of_kind(objects: Iterable[Any], kind: type) -> list[Any]:
 
 
 def reached(roots: Iterable[Any]) -> dict[int, Any]:
-    """Returns, by id, the objects that hold each other through attributes and containers.
+    """Returns, by id, what these hold through attributes and containers, near ones first.
 
     Models, optimizers, tensors, loaders and data are reached, and not looked into.
     """
     seen: dict[int, Any] = {}
-    waiting = [*roots]
+    waiting = deque(roots)
     while waiting and len(seen) < REACHED_MAX:
-        value = waiting.pop()
+        value = waiting.popleft()
         if id(value) in seen:
             continue
         seen[id(value)] = value
@@ -251,9 +255,10 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def module_digest(module: nn.Module) -> str:
-    """Returns one digest of all tensors of a module."""
-    return xxhash.xxh3_64_hexdigest("".join(map(tensor_digest, tensors_of(module))).encode())
+def foreign_digest(module: nn.Module, held: set[int]) -> str:
+    """Returns one digest of all tensors of a module that are not tracked."""
+    digests = [tensor_digest(tensor) for tensor in tensors_of(module) if memory_of(tensor) not in held]
+    return xxhash.xxh3_64_hexdigest("".join(digests).encode())
 
 
 def _groups(scheduler: LRScheduler) -> Iterable[Any]:

@@ -136,7 +136,8 @@ def test_of_a_module_that_is_found_no_parts_are_named(walk):
 
 def test_what_wraps_the_model_is_no_state(walk):
     wrappers = [nn.Sequential(walk.model), torch.compile(walk.model, backend="eager"), nn.ModuleList([walk.model[0]])]
-    assert walk.found(*wrappers) == [None] * 3
+    with_loss = nn.ModuleList([walk.model, nn.CrossEntropyLoss(weight=torch.ones(4))])
+    assert walk.found(*wrappers, with_loss) == [None] * 4
 
 
 def test_a_scaler_that_is_on_is_found(walk):
