@@ -20,7 +20,7 @@ _ANSWER: Final = struct.Struct("<?Q")
 ERROR_MAX: Final = 1 << 16
 
 
-class RangeRequest(NamedTuple):
+class FileRequest(NamedTuple):
     """Bytes of a rank's file.
 
     Attributes:
@@ -38,7 +38,7 @@ class RangeRequest(NamedTuple):
         return _REQUEST.pack(*self)
 
 
-class RangeAnswer(NamedTuple):
+class AnswerHeader(NamedTuple):
     """The head of an answer.
 
     Attributes:
@@ -50,10 +50,10 @@ class RangeAnswer(NamedTuple):
     nbytes: int
 
 
-def read_request(stream: BinaryIO) -> RangeRequest | None:
+def read_request(stream: BinaryIO) -> FileRequest | None:
     """Returns the next request; None at the end."""
     frame = stream.read(_REQUEST.size)
-    return RangeRequest(*_REQUEST.unpack(frame)) if len(frame) == _REQUEST.size else None
+    return FileRequest(*_REQUEST.unpack(frame)) if len(frame) == _REQUEST.size else None
 
 
 def write_answer(stream: BinaryIO, data: bytes | memoryview) -> None:
@@ -79,7 +79,7 @@ def write_error(stream: BinaryIO, error: Mapping[str, Any]) -> None:
     stream.flush()
 
 
-def receive_answer(descriptor: int, timeout_s: float) -> RangeAnswer:
+def receive_answer(descriptor: int, timeout_s: float) -> AnswerHeader:
     """Returns the head of the next answer; see `receive_into` for the rest.
 
     Raises:
@@ -88,7 +88,7 @@ def receive_answer(descriptor: int, timeout_s: float) -> RangeAnswer:
     """
     frame = bytearray(_ANSWER.size)
     receive_into(descriptor, memoryview(frame), timeout_s)
-    return RangeAnswer(*_ANSWER.unpack(frame))
+    return AnswerHeader(*_ANSWER.unpack(frame))
 
 
 def receive_into(descriptor: int, into: memoryview, timeout_s: float) -> None:

@@ -38,7 +38,7 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
@@ -51,7 +51,6 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import align
 from reft.errors import FormatError
-from reft.wire.timed_read import in_time
 
 MAGIC: Final = b"REFTSLOT"
 MAJOR: Final = 3  # written
@@ -68,9 +67,9 @@ HEADER: Final = struct.Struct("<8sHHQBBI64sQ16sQ16sIQQQQQQQ")
 CHECKSUM: Final = struct.Struct("<Q")
 
 BUFFERS_MAX: Final = 1024  # buffers of one call of preadv, on Linux
-TIMED_BYTES: Final = 64 << 20  # of one read from storage: 1 MiB/s is in time
 
 Bytes = npt.NDArray[np.uint8]
+ReadVector = Callable[[int, Sequence[memoryview], int], int]
 
 
 class UnknownFormat(FormatError):
@@ -239,6 +238,7 @@ class SlotMap:
     Args:
         slot: all bytes of the slot's file; writable if anything is written.
         file: descriptor of that file, which its owner keeps open; None if there is none.
+        preadv: reads the file; None: as `os.preadv` does.
 
     Raises:
         FormatError: the bytes are no slot.
@@ -246,9 +246,10 @@ class SlotMap:
 
     is_pinned = False  # whether a device may copy from `data` beside the host
 
-    def __init__(self, slot: Bytes, file: int | None = None) -> None:
+    def __init__(self, slot: Bytes, file: int | None = None, preadv: ReadVector | None = None) -> None:
         self._slot = slot
         self._file = file
+        self._preadv = preadv or _preadv
         self.header = newest_header(slot)
         self.is_new_layout = True
         self._new_table_fields: dict[str, object] = {}
@@ -285,7 +286,6 @@ class SlotMap:
 
         Raises:
             FormatError: the file ends too early, or can't be read.
-            RestoreError: the file lies on storage that hangs.
         """
         if self._file is None:
             for out in outs:
@@ -295,7 +295,7 @@ class SlotMap:
         offset, rest = self.header.geometry.data_offset + begin, deque(out.data for out in outs)
         while rest:
             try:
-                count = self._read_file(self._file, list(islice(rest, BUFFERS_MAX)), offset)
+                count = self._preadv(self._file, list(islice(rest, BUFFERS_MAX)), offset)
             except OSError as error:
                 where = f"byte {offset} of rank {self.header.rank}'s slot"
                 raise FormatError(f"{where} can't be read: {error}.") from error
@@ -306,10 +306,6 @@ class SlotMap:
                 count -= len(rest.popleft())
             if count:
                 rest[0] = rest[0][count:]
-
-    def _read_file(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Returns how many bytes were read into the first of the buffers."""
-        return os.preadv(file, buffers, offset)
 
     def chunk(self, index: int) -> Bytes:
         """Returns the bytes of one chunk of the version in the slot."""
@@ -430,19 +426,6 @@ class SlotMap:
         _store_header(self._slot, self.header)
 
 
-class StoredSlotMap(SlotMap):
-    """A slot whose data stay in a file on storage; storage that hangs is an error (`in_time`)."""
-
-    def _read_file(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
-        taken, room = [], TIMED_BYTES
-        for buffer in buffers:
-            taken.append(buffer[:room])
-            room -= len(taken[-1])
-            if not room:
-                break
-        return in_time(lambda: os.preadv(file, taken, offset), f"the file of rank {self.header.rank}'s slot")
-
-
 def read_head(file: int) -> tuple[bytes, Header]:
     """Returns all bytes of a slot's file before the data, and the header that counts.
 
@@ -460,7 +443,7 @@ def read_head(file: int) -> tuple[bytes, Header]:
     return head.tobytes(), best_header(head)
 
 
-def slot_of_head(head: bytes, file: int) -> StoredSlotMap:
+def slot_of_head(head: bytes, file: int, preadv: ReadVector | None = None) -> SlotMap:
     """Returns a slot whose data stay in its file: no page of the file is mapped.
 
     So a file that is cut, or storage that fails, gives an error and no signal.
@@ -468,6 +451,7 @@ def slot_of_head(head: bytes, file: int) -> StoredSlotMap:
     Args:
         head: all bytes before the data, see `read_head`.
         file: descriptor of the slot's file, which its owner keeps open.
+        preadv: see `SlotMap`.
 
     Raises:
         FormatError: the bytes are no slot.
@@ -478,7 +462,11 @@ def slot_of_head(head: bytes, file: int) -> StoredSlotMap:
     memory = mmap.mmap(-1, geometry.file_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     slot = np.frombuffer(memory, np.uint8)
     slot[: geometry.data_offset] = data[: geometry.data_offset]
-    return StoredSlotMap(slot, file)
+    return SlotMap(slot, file, preadv)
+
+
+def _preadv(file: int, buffers: Sequence[memoryview], offset: int) -> int:
+    return os.preadv(file, buffers, offset)
 
 
 def read_file(file: int, offset: int, into: Bytes) -> None:

@@ -264,7 +264,7 @@ def decode_decision(text: bytes, job: str, lineage: str, key: bytes | None = Non
 
 
 def encode_end(job: str, lineage: str, nonce: str, key: bytes | None = None) -> bytes:
-    """Returns the text that marks a lineage as ended, with a MAC if there is a key.
+    """Returns the text that marks a lineage as ended. With a key it has a MAC.
 
     Args:
         job: name of the job.

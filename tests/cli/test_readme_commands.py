@@ -144,19 +144,23 @@ def test_a_daemon_starts(command, said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "verify"),
+    ("command", "later"),
     [
         (
             "reft-daemon --persist s3://bucket/prefix --persist-every 30m",
-            "reft-cli verify s3://bucket/prefix",
+            {
+                "reft-cli verify s3://bucket/prefix": "1 checkpoint read, 0 damaged.",
+                "reft-cli export s3://bucket/prefix/run1 --to /shared/run1-hf": "step 4 (epoch 1)",
+            },
         ),
         (
             "reft-daemon --persist /shared/reft --persist-key-file /etc/reft/key",
-            "reft-cli verify /shared/reft --persist-key-file /etc/reft/key",
+            {"reft-cli verify /shared/reft --persist-key-file /etc/reft/key": "1 checkpoint read, 0 damaged."},
         ),
     ],
 )
-def test_what_is_typed_of_object_stores_and_keys(command, verify, tmp_path):
+def test_what_is_typed_of_object_stores_and_keys(command, later, tmp_path):
+    """Without the daemon, the checkpoint is verified, and one is exported."""
     storage, key = tmp_path / "storage", tmp_path / "key"
     key.write_bytes(b"k" * 32)
     key.chmod(0o600)
@@ -164,6 +168,7 @@ def test_what_is_typed_of_object_stores_and_keys(command, verify, tmp_path):
         folder.mkdir()
     with object_server() as server:
         words = {"s3://bucket": f"s3://{server.new_bucket()}", "/shared/reft": str(storage), "/etc/reft/key": str(key)}
+        words |= {"/shared/": f"{tmp_path}/"}
         reader = Reader(tmp_path, words, REFT_DIR=str(tmp_path / "slots"))
         with reader.start(command) as daemon:
             try:
@@ -175,7 +180,8 @@ def test_what_is_typed_of_object_stores_and_keys(command, verify, tmp_path):
                 trainers.kill()
             finally:
                 os.killpg(daemon.pid, signal.SIGTERM)
-        assert "1 checkpoint read, 0 damaged." in reader.run(verify)
+        for typed, expected in later.items():
+            assert expected in reader.run(typed)
 
 
 @pytest.mark.parametrize(

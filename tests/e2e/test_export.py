@@ -161,7 +161,7 @@ def test_environment_without_reft_loads_an_export(site: Site, tmp_path: Path) ->
     ):
         done = started(*command)
         assert done.returncode == 0, done.stderr[-3000:]
-    assert "No module named 'reft'" in started(python, "-c", "import reft").stderr
+    assert "No module named 'reft'" in started(python, "-I", "-c", "import reft").stderr
     plain = {name.partition(".")[2]: value for name, value in expected.items()}
     for form, worlds in (("safetensors", (0, 1, 2)), ("dcp", (1, 2))):
         export(nodes[0], "job", tmp_path / form, "--format", form)

@@ -78,6 +78,7 @@ LAYERS = {
             "record_format",
             "capsule_format",
             "slot_format",
+            "range_pipe",
             "shm",
             "process",
             "v1",

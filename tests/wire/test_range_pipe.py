@@ -8,11 +8,11 @@ import os
 import pytest
 
 from reft.wire import range_pipe
-from reft.wire.range_pipe import RangeRequest
+from reft.wire.range_pipe import FileRequest
 
 
 def test_requests_come_back_until_the_end() -> None:
-    wanted = [RangeRequest(0, 0, 0), RangeRequest(70_000, 1 << 40, 4 << 20)]
+    wanted = [FileRequest(0, 0, 0), FileRequest(70_000, 1 << 40, 4 << 20)]
     stream = io.BytesIO(b"".join(each.encode() for each in wanted) + b"cut")
     assert [range_pipe.read_request(stream), range_pipe.read_request(stream)] == wanted
     assert range_pipe.read_request(stream) is None

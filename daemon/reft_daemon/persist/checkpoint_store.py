@@ -276,23 +276,9 @@ class CheckpointStore:
             OSError, FormatError: it can't be read.
         """
         versions = tuple(each.manifest.version for each in self.checkpoints(name))
-        return StoredLineage(name, tuple(self.decisions(name)), versions, self._has_ended(name))
-
-    def _has_ended(self, lineage: str) -> bool:
-        """Whether a lineage was ended on purpose. Without a key any mark counts."""
-        folder = self._folder.folder(lineage)
-        if stored_names.ENDED not in folder.names():
-            return False
-        if self._key is None:
-            return True
-        try:
-            stored.check_end(folder.read(stored_names.ENDED, DECISION_MAX), self.job, lineage, self._key)
-        except FileNotFoundError:
-            return False  # a new attach went on meanwhile
-        except FormatError as error:
-            hint = error.hint or "remove it if nobody has purged the job"
-            raise FormatError(f"{folder.address(stored_names.ENDED)} is damaged: {error.message}", hint) from error
-        return True
+        return StoredLineage(
+            name, tuple(self.decisions(name)), versions, has_ended(self._folder.folder(name), self.job, self._key)
+        )
 
     def indexes(self, listed: ListedCheckpoint) -> Mapping[int, tuple[AnyFolder, stored.StoredFile]]:
         """Returns rank → folder and file of a complete checkpoint.
@@ -338,8 +324,9 @@ class CheckpointStore:
             FormatError: storage has a mark without the MAC of the key.
         """
         text = stored.encode_end(self.job, lineage, os.urandom(_NONCE_BYTES).hex(), self._key)
-        if not self._folder.folder(lineage).put_if_absent(stored_names.ENDED, text):
-            self._has_ended(lineage)
+        folder = self._folder.folder(lineage)
+        if not folder.put_if_absent(stored_names.ENDED, text):
+            has_ended(folder, self.job, self._key)
 
     def prune(self, lineage: str, decision: Decision, settings: retention.RetentionSettings) -> list[str]:
         """Removes what `settings` do not keep; returns the names of the removed folders.
@@ -389,3 +376,29 @@ class CheckpointStore:
 
     def _checkpoint(self, lineage: str, version: Version) -> AnyFolder:
         return self._folder.folder(lineage).folder(str(stored_names.CheckpointName.of(version)))
+
+
+def has_ended(lineage: AnyFolder, job: str, key: bytes | None) -> bool:
+    """Whether a lineage was ended on purpose. Without a key any mark counts.
+
+    Args:
+        lineage: its folder.
+        job: name of the job.
+        key: for MACs, see `CheckpointStore`.
+
+    Raises:
+        OSError: storage can't be listed or read.
+        FormatError: the mark has not the MAC of the key.
+    """
+    if stored_names.ENDED not in lineage.names():
+        return False
+    if key is None:
+        return True
+    try:
+        stored.check_end(lineage.read(stored_names.ENDED, DECISION_MAX), job, lineage.name, key)
+    except FileNotFoundError:
+        return False  # a new attach went on meanwhile
+    except FormatError as error:
+        hint = error.hint or "remove it if nobody has purged the job"
+        raise FormatError(f"{lineage.address(stored_names.ENDED)} is damaged: {error.message}", hint) from error
+    return True

@@ -22,7 +22,7 @@ import numpy as np
 
 from reft.core.persist import stored_names
 from reft.errors import FormatError, ReftError
-from reft.wire.range_pipe import RangeRequest, read_request, write_answer, write_error
+from reft.wire.range_pipe import FileRequest, read_request, write_answer, write_error
 from reft.wire.slot_format import PAGE, Bytes, best_header
 from reft.wire.stored_format import StoredFile, head_digest
 from reft_daemon.persist.storage_root import AnyFolder
@@ -45,7 +45,7 @@ class CheckpointFileReader:
         self._head: tuple[int, Bytes] = -1, np.empty(0, np.uint8)  # of the rank that was asked for last
         self._lock = threading.Lock()
 
-    def read(self, request: RangeRequest) -> Bytes:
+    def read(self, request: FileRequest) -> Bytes:
         """Returns bytes of a rank's file.
 
         Raises:

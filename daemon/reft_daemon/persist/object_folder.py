@@ -352,7 +352,7 @@ class ObjectFolder:
         return descriptor
 
     def read_range(self, name: str, nbytes: int, runs: Sequence[FileRun], offset: int, into: Bytes) -> None:
-        """Fills `into` with the bytes of a rank's file at `offset`; holes of the file are 0.
+        """Fills `into` with the bytes of a rank's file at `offset`. Holes are 0.
 
         Args:
             name: of the object.
@@ -379,7 +379,7 @@ class ObjectFolder:
 
 
 def _overlaps(runs: Sequence[FileRun], offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (offset in the object, offset in the range, length) of the stored parts of a range."""
+    """Yields (offset in the object, offset in the range, length) of all stored bytes."""
     start = 0
     for run in runs:
         begin, end = max(run.offset, offset), min(run.offset + run.nbytes, offset + nbytes)

@@ -97,7 +97,7 @@ class ExportReader:
         return data[begin - first : end - first]
 
     def ahead(self, begin: int, end: int) -> None:
-        """Says that `data` will be called for these bytes, after all calls that were said before.
+        """Announces a call of `data` for these bytes. Calls follow in the same order.
 
         Raises:
             DamagedSlot: the slot has no such bytes.

@@ -29,7 +29,7 @@ from reft.cli.storage import StorageUnreadable
 from reft.core.commit.version import Epoch, Version
 from reft.core.persist.storage_url import is_url
 from reft.errors import AttachError, ConfigError, FormatError
-from reft.wire.range_pipe import ERROR_MAX, RangeRequest, receive_answer, receive_into
+from reft.wire.range_pipe import ERROR_MAX, FileRequest, receive_answer, receive_into
 from reft.wire.slot_format import Bytes
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -49,7 +49,7 @@ class StoredFileProcess:
         assert process.stdin is not None and process.stdout is not None, "they are pipes"
         self._process, self._root = process, root
         self._requests, self._answers = process.stdin, process.stdout.fileno()
-        self._asked: deque[RangeRequest] = deque()
+        self._asked: deque[FileRequest] = deque()
 
     def checkpoint(self) -> dict[str, Any]:
         """Returns the first answer: version, manifest and ranks of the checkpoint.
@@ -64,8 +64,8 @@ class StoredFileProcess:
         return dict(json.loads(text))
 
     def ask(self, rank: int, offset: int, nbytes: int) -> None:
-        """Asks for bytes that `read` will want, in the order in which it will want them."""
-        request = RangeRequest(rank, offset, nbytes)
+        """Asks for bytes ahead. `read` must want them in the same order."""
+        request = FileRequest(rank, offset, nbytes)
         with contextlib.suppress(BrokenPipeError):  # `read` says why
             self._requests.write(request.encode())
             self._requests.flush()
@@ -78,7 +78,7 @@ class StoredFileProcess:
             StorageUnreadable: storage can't be read, or does not answer.
             FormatError: the file is damaged, or gone.
         """
-        request = RangeRequest(rank, offset, into.nbytes)
+        request = FileRequest(rank, offset, into.nbytes)
         if not self._asked:
             self.ask(*request)
         asked = self._asked.popleft()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reft.client.link.timed_read import in_time, preadv_in_time
 from reft.client.memory.cuda import pin, unpin
 from reft.client.memory.prefault import map_shared
 from reft.config import Config
@@ -22,7 +23,6 @@ from reft.errors import FormatError
 from reft.wire import local_socket, messages, rpc
 from reft.wire.shm import map_file
 from reft.wire.slot_format import PAGE, Bytes, SlotMap, read_head, slot_of_head
-from reft.wire.timed_read import in_time
 from reft.wire.v1 import daemon_pb2 as pb
 
 # Spare bytes of the table: it grows when a step counter moves to another device.
@@ -147,7 +147,7 @@ class SlotLeases:
         (descriptor,) = local_socket.ask_slots(self.socket_path, request, [], self.settings.attach_deadline_s)
         try:
             head, _ = in_time(lambda: read_head(descriptor), f"slot {name}")
-            slot = slot_of_head(head, descriptor)
+            slot = slot_of_head(head, descriptor, preadv_in_time)
         except OSError as error:
             os.close(descriptor)
             raise FormatError(f"slot {name} can't be read from storage: {error}.") from error

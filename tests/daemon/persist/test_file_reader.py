@@ -12,7 +12,7 @@ import pytest
 
 from reft.errors import FormatError
 from reft.wire import range_pipe
-from reft.wire.range_pipe import RangeRequest
+from reft.wire.range_pipe import FileRequest
 from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.file_reader import CheckpointFileReader, serve
 from reft_daemon.persist.storage_root import AnyFolder, open_root
@@ -79,7 +79,7 @@ def test_ranges_are_those_of_the_slots_with_zeros_for_parity(root: AnyFolder, sl
     for offset, nbytes in ranges:
         rank = dice.randrange(4)
         expected = slots[rank].stored_bytes()[offset : offset + nbytes]
-        assert reader.read(RangeRequest(rank, offset, nbytes)).tobytes() == expected, (rank, offset, nbytes)
+        assert reader.read(FileRequest(rank, offset, nbytes)).tobytes() == expected, (rank, offset, nbytes)
 
 
 def test_head_that_its_index_does_not_name_is_refused(root: AnyFolder, slots: list[Slot]) -> None:
@@ -94,17 +94,17 @@ def test_head_that_its_index_does_not_name_is_refused(root: AnyFolder, slots: li
     reader = reader_of(root)
     for offset in (0, HEAD):
         with pytest.raises(FormatError, match="head of rank 0's file does not fit"):
-            reader.read(RangeRequest(0, offset, 4096))
-    assert reader.read(RangeRequest(1, HEAD, 64)).tobytes() == slots[1].stored_bytes()[HEAD : HEAD + 64]
+            reader.read(FileRequest(0, offset, 4096))
+    assert reader.read(FileRequest(1, HEAD, 64)).tobytes() == slots[1].stored_bytes()[HEAD : HEAD + 64]
 
 
 def test_head_changed_after_its_first_read_is_refused(root: AnyFolder, slots: list[Slot]) -> None:
     reader = reader_of(root)
-    reader.read(RangeRequest(0, 0, 8192))
-    reader.read(RangeRequest(1, 0, 8192))
+    reader.read(FileRequest(0, 0, 8192))
+    reader.read(FileRequest(1, 0, 8192))
     replace(root, 0, lambda data: flip(data, 9000))
     with pytest.raises(FormatError, match="does not fit"):
-        reader.read(RangeRequest(0, 0, 8192))
+        reader.read(FileRequest(0, 0, 8192))
 
 
 @pytest.mark.parametrize("change", [lambda data: data.append(0), lambda data: data.pop()])
@@ -113,19 +113,19 @@ def test_file_of_another_length_is_refused(
 ) -> None:
     replace(root, 0, change)
     with pytest.raises(FormatError, match="another length"):
-        reader_of(root).read(RangeRequest(0, HEAD, 64))
+        reader_of(root).read(FileRequest(0, HEAD, 64))
 
 
 @pytest.mark.parametrize("wanted", [(9, 0, 1), (0, FILE, 1), (0, 0, FILE + 1), (0, HEAD - 1, 2)])
 def test_bytes_that_no_file_has_are_refused(root: AnyFolder, slots: list[Slot], wanted: tuple[int, int, int]) -> None:
     with pytest.raises(FormatError):
-        reader_of(root).read(RangeRequest(*wanted))
+        reader_of(root).read(FileRequest(*wanted))
 
 
 def test_answers_come_in_order_and_an_error_ends_nothing(root: AnyFolder, slots: list[Slot]) -> None:
     node_of(root).remove("rank-1.slot")
-    wanted = [RangeRequest(0, HEAD, 100), RangeRequest(1, 0, 8192), RangeRequest(9, 0, 1), RangeRequest(3, HEAD, 4096)]
-    wanted += [RangeRequest(2, HEAD + at, 1) for at in range(64)]
+    wanted = [FileRequest(0, HEAD, 100), FileRequest(1, 0, 8192), FileRequest(9, 0, 1), FileRequest(3, HEAD, 4096)]
+    wanted += [FileRequest(2, HEAD + at, 1) for at in range(64)]
     read_end, write_end = os.pipe()
     with open(write_end, "wb") as answers:
         serve(reader_of(root), io.BytesIO(b"".join(each.encode() for each in wanted)), answers)

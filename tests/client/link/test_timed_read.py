@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
+from reft.client.link import timed_read
+from reft.client.link.timed_read import in_time, preadv_in_time
 from reft.errors import FormatError, RestoreError
-from reft.wire import slot_format, timed_read
 from reft.wire.slot_format import read_head, slot_of_head
-from reft.wire.timed_read import in_time
 from tests.daemon.persist.test_checkpoint_store import Slot
 
 
@@ -26,14 +26,14 @@ def test_value_and_error_come_back() -> None:
 def test_slot_on_storage_that_hangs_is_an_error_and_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     slot, released = Slot(3), threading.Event()
     descriptor = slot.source.descriptor
-    stored = slot_of_head(read_head(descriptor)[0], descriptor)
+    stored = slot_of_head(read_head(descriptor)[0], descriptor, preadv_in_time)
     into = np.empty(5000, np.uint8)
-    monkeypatch.setattr(slot_format, "TIMED_BYTES", 1024)
+    monkeypatch.setattr(timed_read, "READ_BYTES", 1024)
     stored.read(100, into[:3000], into[3000:])
     assert np.array_equal(into, slot.map.data[100:5100])
     monkeypatch.setattr(timed_read, "STALL_S", 0.01)
     monkeypatch.setattr(os, "preadv", lambda *_: released.wait(10))
-    with pytest.raises(RestoreError, match="gave nothing of the file of rank 3's slot for 0 s"):
+    with pytest.raises(RestoreError, match="gave nothing of a checkpoint's file for 0 s"):
         stored.read(0, into)
     released.set()
     monkeypatch.setattr(timed_read, "STALL_S", 60.0)

@@ -6,7 +6,8 @@ read has a thread of its own; if it is late, the caller gets an error, and the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Final, TypeVar
@@ -14,6 +15,7 @@ from typing import Final, TypeVar
 from reft.errors import RestoreError
 
 STALL_S: Final = 60.0
+READ_BYTES: Final = 64 << 20  # of one read: 1 MiB/s is in time
 Value = TypeVar("Value")
 
 
@@ -45,3 +47,18 @@ def in_time(read: Callable[[], Value], what: str) -> Value:
             "check the mount of reft-daemon --persist, and start the job again",
         )
     return future.result()
+
+
+def preadv_in_time(file: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Reads a checkpoint's file as `os.preadv` does, at most READ_BYTES.
+
+    Raises:
+        RestoreError: storage hangs.
+    """
+    taken, room = [], READ_BYTES
+    for buffer in buffers:
+        taken.append(buffer[:room])
+        room -= len(taken[-1])
+        if not room:
+            break
+    return in_time(lambda: os.preadv(file, taken, offset), "a checkpoint's file")
