@@ -154,7 +154,9 @@ class Config:
                 f"generators is {self.generators!r}; it can be auto, attach or user.", "REFT_GENERATORS=auto"
             )
         if self.lineage and not re.fullmatch("[0-9a-f]{16}", self.lineage):
-            raise ConfigError(f"lineage is {self.lineage!r}; it must have 16 hex digits.", "reft-cli list shows them")
+            raise ConfigError(
+                f"lineage is {self.lineage!r}; it must have 16 hex digits.", "reft-cli list JOB shows them"
+            )
         if self.load_transport not in ("gloo", "nccl"):
             raise ConfigError(f"load_transport is {self.load_transport!r}; it can be gloo or nccl.")
         if self.slots and not 2 <= self.slots <= 16:

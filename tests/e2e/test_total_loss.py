@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from click.testing import CliRunner
@@ -54,5 +55,8 @@ def test_total_loss_is_the_same_error_everywhere(removed: Sequence[str], said: s
         assert 1 in again.wait()
         assert f"RestoreError: {job['reason']}\nFix: {PURGE}" in again.errors()
         assert asked(daemon, "status", "--check")[0] == 4, "the refused attach has changed nothing"
+        command, _, _ = job["remedy"].partition(", then")
+        assert asked(daemon, *command.split()[1:])[0] == 0, "the remedy can be typed"
+        assert asked(daemon, "status", "--check") == (0, {**document, "health": "OK", "jobs": [], "daemon": ANY})
     finally:
         daemon.close()

@@ -200,7 +200,7 @@ class GatheredState:
             if number >= len(digests) or chunk_digest(data[at : at + size]) != int(digests[number]):
                 raise AttachError(
                     f"the decoded slot of rank {rank}, {self.state.version}, differs from what was saved.",
-                    "export another step; reft-cli list shows them",
+                    f"export another step; reft-cli list {self.state.manifest.job} shows them",
                 )
 
 

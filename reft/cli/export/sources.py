@@ -114,7 +114,7 @@ class MemorySource:
             asked = "a step" if self.step < 0 else f"step {self.step}"
             raise AttachError(
                 f"memory does not hold {asked} of job {self.job} whole; it holds {steps}.",
-                "reft-cli list shows storage, too",
+                f"reft-cli list {self.job} shows storage, too",
             )
         return chosen[0]
 

@@ -159,7 +159,7 @@ def refuse_unopened(job: str, survey: JobSurvey, version: Version, attempt: Atta
         raise RestoreError(
             f"the checkpoint of {version} of job {job} was opened, and now it can't be restored: the ranks whose files are "
             f"open are {', '.join(map(str, ranks[:64])) or 'none'}.",
-            "start the job again; if that fails too, look at the storage by reft-cli verify",
+            "start the job again; if that fails too, look at the storage by reft-cli verify DIR",
         )
 
 
@@ -195,7 +195,7 @@ def open_newest(
         raise RestoreError(
             f"job {job} has {counted(len(lineage.checkpoints), 'checkpoint')} in {listing.directory}, and none can be used: "
             + (" ".join(damages) if newer else "the newest attach went on from a step that none of them leads to."),
-            f"look at them by reft-cli list and reft-cli verify {listing.directory}; or start under another job name",
+            f"look at them: reft-cli list {job}; reft-cli verify {listing.directory}; or start under another job name",
         )
     return history
 

@@ -252,7 +252,7 @@ def match_leaves(
         raise LayoutChanged(
             f"the snapshot of {counted(len(before), 'rank')} cannot be restored into this job of {len(after)}:\n  "
             + "\n  ".join(lines[:LINES_MAX] + rest),
-            "start the job in its old shape, or under another name, or delete the snapshots with reft-cli purge",
+            "start the job in its old shape, or under another name, or delete the snapshots: reft-cli purge JOB --yes",
         )
     return shard_match, wanted
 
