@@ -160,10 +160,11 @@ def losses_lines(job: JobView) -> list[str]:
 
 
 def exposed_lines(job: JobView) -> list[str]:
-    """Returns what is not protected as requested. One node alone could not do better."""
+    """Returns what is not protected as requested, the most bytes first; nothing for LOCAL."""
     if job.protection is None or job.word == ProtectionWord.LOCAL.value:
         return []
-    return [line for exposure in job.protection.exposed for line in wrapped("exposed ", exposure.what)]
+    exposed = sorted(job.protection.exposed, key=lambda exposure: -exposure.nbytes)
+    return [line for exposure in exposed for line in wrapped("exposed ", exposure.what)]
 
 
 def protection_lines(job: JobView) -> list[str]:

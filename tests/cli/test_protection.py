@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -138,6 +139,13 @@ def test_exposed_and_mismatched_state_is_shown():
     assert any(line.startswith("protect UNPROTECTED") for line in lines)
     assert any(line.startswith("exposed 3.0 MiB are stored only once") for line in lines)
     assert max(map(len, lines)) <= status_text.WIDTH
+
+
+def test_the_largest_exposed_state_comes_first():
+    view = status_view.job_view(job(*(rank(i) for i in range(4))), job_survey(4, tolerate=0))
+    exposed = [replace(view.protection.exposed[0], what=f"{n} bytes.", nbytes=n) for n in (1, 3, 2)]
+    lines = status_text.exposed_lines(replace(view, protection=replace(view.protection, exposed=tuple(exposed))))
+    assert lines == ["exposed 3 bytes.", "exposed 2 bytes.", "exposed 1 bytes."]
 
 
 def test_the_document_of_a_degraded_job():

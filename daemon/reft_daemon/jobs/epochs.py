@@ -84,7 +84,6 @@ def adopt(job: JobRecord) -> None:
     Raises:
         OSError: a slot, a capsule or a trainer can't be examined for now.
     """
-    job.since_s = job.ended_s  # nobody knows when the trainers ended
     job.degraded.start_epoch(job.record)
     job.slots.add(job.arena.adopt(job.id))
     job.capsule_replication.store.adopt()
@@ -97,6 +96,7 @@ def adopt(job: JobRecord) -> None:
     for rank, lease in list(job.leases.items()):
         if not lease.closed:
             trainers.watch(job, rank, lease)
+    job.since_s = job.ended_s  # this daemon has not seen when the dead ones ended
     for rank in job.ranks:
         rounds.report_sealed_slots(job, rank)
     job.changes.put(job.id, ChangeKind.RANKS)  # the slots may hold news for the other nodes
