@@ -53,14 +53,14 @@ class DrawingStream(IterableDataset[Any]):
             yield torch.tensor(drawn(index))
 
 
-def loader_of(kind: str, workers: str) -> DataLoader[Any]:
-    """Returns a loader. Each epoch has six batches; four for each of two ranks."""
+def loader_of(kind: str, workers: str, rank: int = 1) -> DataLoader[Any]:
+    """Returns a loader. Each epoch has six batches, or three for each of two ranks."""
     settings: Any = WORKERS[workers]
     data = Drawing()
     if kind == "iterable":
         return DataLoader(DrawingStream(), batch_size=2, **settings)
     if kind == "distributed":
-        sampler = DistributedSampler(data, num_replicas=2, rank=1)
+        sampler = DistributedSampler(data, num_replicas=2, rank=rank)
         return DataLoader(data, batch_size=2, sampler=sampler, **settings)
     if kind == "batch sampler":
         sampler = BatchSampler(RandomSampler(data), batch_size=2, drop_last=False)

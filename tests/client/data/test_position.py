@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -79,16 +80,14 @@ def without_draws(events: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(name, value[0] if name.startswith("batch") else None) for name, value in events]
 
 
-def cells() -> Iterator[Any]:
-    """Yields all cells. Workers that are forked for each epoch take longest."""
-    for kind in KINDS:
-        for workers in WORKERS:
-            for place in PLACES:
-                is_long = workers == "2 workers" and (kind != "shuffle" or place != "mid-epoch")
-                yield pytest.param(kind, workers, place, marks=[pytest.mark.slow] * is_long)
+# Workers that are forked for each epoch take longest.
+CELLS = [
+    pytest.param(*cell, marks=[pytest.mark.slow] * (cell[1] == "2 workers" and cell[::2] != ("shuffle", "mid-epoch")))
+    for cell in product(KINDS, WORKERS, PLACES)
+]
 
 
-@pytest.mark.parametrize(("kind", "workers", "place"), cells())
+@pytest.mark.parametrize(("kind", "workers", "place"), CELLS)
 def test_a_new_loader_goes_on_with_the_next_batch(kind, workers, place):
     # The draws of a map-style dataset do not depend on workers. Those of an iterable one depend on
     # the number of workers, and not on whether the workers persist.
