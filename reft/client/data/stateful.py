@@ -28,15 +28,17 @@ class StatefulSource:
 
     def batches(self, epoch: int, first: int) -> Iterator[Any]:
         """Yields the batches of an epoch, from the batch with number `first` on."""
-        if self._ended == epoch:
-            return  # the loader itself would begin the next epoch
         set_epoch(epoch, [*self._samplers, self._loader.dataset])
-        if first:
+        if not first:
+            self._ended = None
+            batches = iter(self._loader)
+        else:
             with SeededGenerators(0, Purpose.WORKERS, epoch, first):  # a begun epoch moved training's generators then
                 self._loader.load_state_dict(self._state_at(epoch, first))
+                if self._ended == epoch:
+                    self._loader.state_dict()  # takes the state over; an iterator would begin the next epoch
+                    return
                 batches = iter(self._loader)
-        else:
-            batches = iter(self._loader)
         yield from batches
         self._ended = epoch
 
