@@ -83,6 +83,32 @@ def test_a_prepared_loader_keeps_the_user_s_sampler_and_dataset():
     assert len(shard) == 6
 
 
+class SeedableRandomSampler(RandomSampler):
+    """Seeds each epoch by a seed of its own, as Accelerate's class of this name."""
+
+    def __init__(self, initial_seed: int) -> None:
+        super().__init__(Drawing(), generator=torch.Generator())
+        self.initial_seed = initial_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        self.generator.manual_seed(self.epoch + self.initial_seed)
+        yield from super().__iter__()
+
+
+def test_the_seed_of_accelerate_s_sampler_is_held():
+    def seeded(initial_seed: int) -> reft.ResumableLoader:
+        return reft.ResumableLoader(DataLoader(Drawing(), batch_size=2, sampler=SeedableRandomSampler(initial_seed)))
+
+    expected = passes(seeded(5), 2)
+    resumed = seeded(6)  # a script that does not seed draws another one at each start
+    resumed.load_state_dict({**seeded(5).state_dict(), "batch": 3})
+    assert passes(resumed, 2) == [expected[0][3:], expected[1]]
+
+
 def test_other_prepared_loaders_are_refused():
     dispatcher = type("DataLoaderDispatcher", (DataLoaderShard,), {})
     with pytest.raises(ConfigError, match="dispatch_batches=False"):

@@ -161,12 +161,18 @@ class MapSource:
         return iter(self._iterable)
 
     def state(self, epoch: int, batch: int) -> dict[str, Any]:
-        """Returns the samplers' own generators, as they were when the epoch began."""
-        return {"generators": self._order.state(epoch)}
+        """Returns the samplers' own generators, as they were when the epoch began, and seeds."""
+        return {
+            "generators": self._order.state(epoch),
+            "initial_seeds": [getattr(each, "initial_seed", None) for each in self._samplers],  # Accelerate's
+        }
 
     def load(self, epoch: int, batch: int, state: Mapping[str, Any]) -> None:
-        """Sets the samplers' own generators."""
+        """Sets the samplers' own generators and seeds."""
         self._order.load(epoch, state["generators"])
+        for sampler, initial_seed in zip(self._samplers, state["initial_seeds"], strict=True):
+            if initial_seed is not None:
+                sampler.initial_seed = initial_seed
 
     def not_held(self) -> list[str]:
         """Returns a line for each thing that a restart does not bring back."""

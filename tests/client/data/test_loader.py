@@ -26,7 +26,7 @@ from reft.client.state.host_state import HostState
 from reft.client.state.restored_generators import RestoredGenerators
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import ConfigError, LayoutChanged
-from tests.support.datasets import SAMPLES, Drawing, DrawingStream
+from tests.support.datasets import SAMPLES, Drawing, DrawingStream, loader_of
 
 
 def resumable(seed: int = 0, **settings: Any) -> reft.ResumableLoader:
@@ -120,6 +120,15 @@ def test_orders_and_draws_follow_from_the_seed_and_the_epoch():
     assert indices(epochs(resumable(seed=1, shuffle=True), 1)[0]) != indices(first[0])
     drawn = [sample[1] for epoch in first for batch in epoch for sample in batch]
     assert len(set(drawn)) == len(drawn)
+
+
+def test_ranks_that_divide_the_data_draw_different_numbers():
+    by_rank = [
+        {sample[1] for epoch in epochs(reft.ResumableLoader(loader_of("distributed", "no workers", rank)), 2)
+         for batch in epoch for sample in batch}
+        for rank in (0, 1)
+    ]  # fmt: skip
+    assert not by_rank[0] & by_rank[1]
 
 
 def test_a_pass_that_is_left_is_followed_by_the_next_epoch():
