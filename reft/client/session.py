@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reft.client.schedule import hooks
+from reft.client.schedule.generator_guard import GeneratorGuard, watchable
 from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
 from reft.client.schedule.optimizer_hooks import OptimizerHooks
 from reft.client.schedule.snapshot_window import PlacementReviewer, Sealed, SnapshotWindow
@@ -55,9 +56,6 @@ class Session:
         schedule: copies use the gaps of this schedule; None if there is none, or nothing to hook.
         ask_persist: asks the daemon for a checkpoint; None if reft is switched off.
         rehearsal: records each mark; None outside of rehearsals.
-
-    Attributes:
-        restored_from: see above.
         generators: put back before the first of `steps`; None if nothing was restored, or if
             REFT_GENERATORS says so.
     """
@@ -65,11 +63,12 @@ class Session:
     def __init__(
         self, snapshots: Snapshotter | None, optimizers: Sequence[Any], *, step: int,
         restored_from: str | None, counts_calls: bool, cadence: SnapshotCadence | None, seal_deadline_s: float,
-        schedule: Any = None, ask_persist: Callable[[], object] | None = None, rehearsal: RehearsalRecorder | None = None,
+        schedule: Any = None, ask_persist: Callable[[], object] | None = None,
+        generators: RestoredGenerators | None = None, rehearsal: RehearsalRecorder | None = None,
     ) -> None:  # fmt: skip
         profiler = IterationProfiler(snapshots.engine, hooks.closed(schedule)) if snapshots else None
         self.restored_from = restored_from
-        self.generators: RestoredGenerators | None = None
+        self._generators = generators
         self._ask_persist = ask_persist
         self._window = SnapshotWindow(snapshots, cadence, profiler, step)
         self._window.rehearsal = rehearsal
@@ -82,6 +81,8 @@ class Session:
         if snapshots is not None and profiler is not None:
             self._unfollow = hooks.follow(schedule, profiler, self._window.modules())
             self._timeline_server = _timeline_server(self._window)
+            guard = GeneratorGuard(snapshots.host, self._window, generators is not None and self._window.rank == 0)
+            guard.watch(watchable(snapshots.planner.tracked.modules))
             atexit.register(_finish_at_exit, weakref.ref(self))
 
     @property
@@ -104,8 +105,8 @@ class Session:
         self.begin_marking()
         if self.restored_from and self.step >= total:
             _say_all_done(self._window, total)
-        if self.generators is not None:
-            self.generators.put_back()
+        if self._generators is not None:
+            self._generators.put_back()
         while self.step < total:
             yield self.step
             self.step_end()

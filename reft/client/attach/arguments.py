@@ -82,7 +82,7 @@ class AttachArguments:
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
         for name, value in self.state.items():
             if isinstance(value, Values):
-                modules[f"state.{name}"] = held = value.reft_held()
+                modules[f"state.{name}"] = held = value.reft_held
                 held.check()
                 held.refresh()
         scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}

@@ -42,7 +42,7 @@ def begin(
     slots: Sequence[MappedSlot],
     records: RecordMemory | None = None,
 ) -> Session:
-    """Returns the session; restores random generators last, unless the user seeds them.
+    """Returns the session; restores random generators, after all other state.
 
     Args:
         context: what every step needs.
@@ -60,7 +60,9 @@ def begin(
     snapshots = make_snapshotter(
         context, introduction, plan, leases, slots, engine, SnapshotHistory(), step, built, records
     )
-    tree, settings = result.tree, context.settings
+    tree, settings, generators = result.tree, context.settings, None
+    if tree is not None:
+        generators = restore_generators(tree["random"], settings.generators, context.request.state.values())
     rehearsal = _rehearsal(context, introduction) if settings.rehearse else None
     session = Session(
         snapshots,
@@ -72,6 +74,7 @@ def begin(
         seal_deadline_s=settings.seal_deadline_s,
         schedule=context.request.schedule,
         ask_persist=partial(introduction.daemon.ask_persist, introduction.job.id, settings.rpc_deadline_s),
+        generators=generators,
         rehearsal=rehearsal,
     )
     if context.rank == 0:
@@ -80,7 +83,6 @@ def begin(
     if tree is not None:
         if tree["marked"]:
             session.resume_marking()
-        session.generators = restore_generators(tree["random"], settings.generators, context.request.state.values())
         if plan.must_protect_again:
             session.protect_again(tree["marked"])
     if rehearsal is not None:

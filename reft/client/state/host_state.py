@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,13 @@ from reft.wire.capsule_format import NameTable
 from reft.wire.slot_format import CAPSULE_MAX
 
 
+class MarkedGenerators(NamedTuple):
+    """The states of the generators at a mark, as `random_state.take` returns them."""
+
+    step: int
+    generators: Mapping[str, Any]
+
+
 class HostState:
     """The small state of one rank that lies on the host.
 
@@ -33,6 +40,11 @@ class HostState:
         tracked: the tracked objects; this class stores their parameter groups.
         objects: name → an object with state_dict and load_state_dict, or a torch.Generator.
         begin_copy: begins the copy of a tensor from its device to the host.
+
+    Attributes:
+        marked: the generators at the newest mark that was taken; None before the first one.
+        moves: kinds of generators that a usual step moves before its first forward; None if that
+            was not learned.
 
     Raises:
         ConfigError: an object has no state_dict or no load_state_dict.
@@ -49,6 +61,8 @@ class HostState:
         self._objects = objects
         self._extra_states = [value for value in objects.values() if isinstance(value, ExtraState)]
         self._names = tracked.names()
+        self.marked: MarkedGenerators | None = None
+        self.moves: Sequence[str] | None = None
         for name, value in objects.items():
             if not isinstance(value, torch.Generator) and not (
                 hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
@@ -73,13 +87,15 @@ class HostState:
             names: the names of all parameters, from a current tensor index.
         """
         self._names = names
+        self.marked = MarkedGenerators(step, random_state.take())
         return {
             "step": step,
             "subjects": self._tracked.capture(names),
             "trainable": structure.trainable(names),
             "scalers": {name: _capture_scaler(scaler) for name, scaler in self._tracked.scalers.items()},
             "state": self.take_objects(),
-            "random": random_state.take(),
+            "random": self.marked.generators,
+            "moves": None if self.moves is None else list(self.moves),
         }
 
     def take_objects(self) -> dict[str, Any]:
@@ -139,6 +155,7 @@ class HostState:
             raise LayoutChanged(
                 f"the snapshot has state= {sorted(tree['state'])}; attach was given {sorted(self._objects)}."
             )
+        self.moves = tree.get("moves")  # capsules of earlier builds have none
         for name, value in self._objects.items():
             if isinstance(value, Values):
                 self._restore_values(value, lists.get(name) or [tree["state"][name]])
@@ -152,7 +169,7 @@ class HostState:
     def _restore_values(self, values: Values, states: Sequence[Any]) -> None:
         """Restores the loop's values from the states of one rank, or of all old ranks."""
         saved = {**states[0], "values": common([state["values"] for state in states])}
-        values.reft_held().restore(saved, device_of(named.local for named in self._names.values()))
+        values.reft_held.restore(saved, device_of(named.local for named in self._names.values()))
 
 
 def storable(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +179,7 @@ def storable(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _state_of(value: Any) -> Any:
     if isinstance(value, Values):
-        return value.reft_held().held()
+        return value.reft_held.held()
     return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from reft.client.state.serialization import from_plain
 from reft.errors import RestoreError
-from reft.wire.capsule_format import TensorBytes
+from reft.wire.capsule_format import TensorBytes, encode
 
 
 def capture() -> dict[str, Any]:
@@ -47,6 +47,12 @@ def _bytes_of(state: torch.Tensor) -> TensorBytes:
     Only valid for a copy of a generator's state: a uint8 tensor on the host.
     """
     return TensorBytes("uint8", tuple(state.shape), state.numpy().tobytes())
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the kinds of generators whose states differ between two results of `take`."""
+    first, second = storable(one), storable(other)
+    return frozenset(kind for kind in first if encode(first[kind]) != encode(second[kind]))
 
 
 def restore(saved: Mapping[str, Any]) -> None:

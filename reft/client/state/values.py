@@ -59,11 +59,16 @@ class Values:
     ranks a new layout is agreed on, more and more rarely if shapes keep changing. Each rank has
     its own large tensors, so they exist once, like a shard of FSDP. With another number of ranks
     only values come back that were the same on all ranks; a large tensor is refused.
+
+    Attributes:
+        reft_held: what reft holds of the values; for reft itself.
     """
+
+    reft_held: HeldValues
 
     def __init__(self, **values: Any) -> None:
         object.__setattr__(self, "_values", {})
-        object.__setattr__(self, "_held", HeldValues(self._values))
+        object.__setattr__(self, "reft_held", HeldValues(self._values))
         self.load_state_dict(values)
 
     def __getattr__(self, name: str) -> Any:
@@ -73,7 +78,7 @@ class Values:
             raise AttributeError(f"these reft.Values have no value {name!r}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not NAME.fullmatch(name) or hasattr(Values, name):
+        if not NAME.fullmatch(name) or hasattr(Values, name) or name in vars(self):
             raise AttributeError(f"{name!r} can't be the name of a value: choose another one")
         self._values[name] = value
 
@@ -86,11 +91,6 @@ class Values:
 
     def __repr__(self) -> str:
         return f"reft.Values({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
-
-    def reft_held(self) -> HeldValues:
-        """Returns what reft holds of the values; only reft itself needs this."""
-        held: HeldValues = self._held
-        return held
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the values by name, not copied."""

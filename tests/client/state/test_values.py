@@ -32,21 +32,21 @@ class Point(NamedTuple):
 
 
 def tracked(values: Values) -> TrackedObjects:
-    return TrackedObjects({"state.loop": values.reft_held()}, (), {})
+    return TrackedObjects({"state.loop": values.reft_held}, (), {})
 
 
 def leaves(values: Values) -> list[Leaf]:
-    values.reft_held().refresh()
+    values.reft_held.refresh()
     return tracked(values).bind().leaves()
 
 
 def round_trip(values: Values, other: Values) -> None:
     """Holds values as a mark does, and restores them into others as attach does."""
     saved_leaves = leaves(values)
-    data = capsule_format.encode(finished(to_plain(values.reft_held().held())))
-    held = other.reft_held()
+    data = capsule_format.encode(finished(to_plain(values.reft_held.held())))
+    held = other.reft_held
     held.fit(saved_leaves, "state.loop.")
-    for key, tensor in values.reft_held().tensors.items():
+    for key, tensor in values.reft_held.tensors.items():
         held.tensors[key].copy_(tensor)
     held.restore(capsule_format.decode(data), CPU)
 
@@ -65,7 +65,7 @@ def test_values_are_attributes():
     assert loop.state_dict() == {"best": 1}
 
 
-@pytest.mark.parametrize("name", ["_scale", "state_dict", "load_state_dict", "__class__"])
+@pytest.mark.parametrize("name", ["_scale", "state_dict", "load_state_dict", "reft_held", "__class__"])
 def test_a_name_that_would_hide_a_method_or_a_leaf_is_refused(name):
     with pytest.raises(AttributeError, match="can't be the name of a value"):
         setattr(Values(), name, 1)
@@ -85,7 +85,7 @@ def test_every_kind_of_value_comes_back():
         order=OrderedDict(b=1, a=2), large=many.bfloat16().repeat(2),
     )  # fmt: skip
     other = Values(batch=torch.zeros(3 * BIG), large=many, gone=many)
-    other.reft_held().refresh()
+    other.reft_held.refresh()
     round_trip(loop, other)
     assert list(other.state_dict()) == list(loop.state_dict())
     for name in ("best", "name", "data", "nothing", "flag", "count", "order"):
@@ -96,9 +96,9 @@ def test_every_kind_of_value_comes_back():
         torch.equal(x, many) and torch.equal(rest["y"][0], many.int()) and torch.equal(rest["y"][1], torch.ones(3) > 0)
     )
     assert other.large.dtype is torch.bfloat16 and torch.equal(other.large, loop.large)
-    assert not other.loss.requires_grad and set(other.reft_held().tensors) == {"batch/0", "batch/1", "large"}
+    assert not other.loss.requires_grad and set(other.reft_held.tensors) == {"batch/0", "batch/1", "large"}
     x.zero_()
-    assert torch.equal(other.reft_held().tensors["batch/0"], many), "the loop writes its own tensor, not the stage"
+    assert torch.equal(other.reft_held.tensors["batch/0"], many), "the loop writes its own tensor, not the stage"
 
 
 def test_large_tensors_are_staged_leaves_of_each_rank():
@@ -110,26 +110,26 @@ def test_large_tensors_are_staged_leaves_of_each_rank():
 
 def test_a_rebound_value_keeps_its_place_and_another_shape_gets_another_one():
     loop = Values(batch=torch.zeros(BIG))
-    loop.reft_held().refresh()
+    loop.reft_held.refresh()
     index = tracked(loop).bind()
     for change, is_current in [(torch.ones(BIG), True), (torch.ones(BIG + 1), False)]:
         loop.batch = change
-        loop.reft_held().refresh()
+        loop.reft_held.refresh()
         assert index.is_current() is is_current
-        assert torch.equal(loop.reft_held().tensors["batch"], change)
+        assert torch.equal(loop.reft_held.tensors["batch"], change)
     index = tracked(loop).bind()
     loop.batch = loop.batch.double()
-    loop.reft_held().refresh()
+    loop.reft_held.refresh()
     assert not index.is_current()
     index = tracked(loop).bind()
     loop.batch = None
-    loop.reft_held().refresh()
-    assert not index.is_current() and not loop.reft_held().tensors
+    loop.reft_held.refresh()
+    assert not index.is_current() and not loop.reft_held.tensors
 
 
 def test_stages_are_made_like_the_leaves_of_a_snapshot():
     loop = Values(same=torch.zeros(BIG), other=torch.zeros(BIG), gone=torch.zeros(BIG))
-    held = loop.reft_held()
+    held = loop.reft_held
     held.refresh()
     same = held.tensors["same"]
     wanted = {"same": same, "other": torch.zeros(2, BIG, dtype=torch.int8), "new/1": torch.zeros(BIG)}
@@ -158,14 +158,14 @@ def test_stages_are_made_like_the_leaves_of_a_snapshot():
 )
 def test_a_value_that_cannot_be_held_is_refused_by_its_name(value, text):
     with pytest.raises(UnsupportedState, match=r"^value 'bad(/0)?' of reft.Values can't be held: ") as refused:
-        Values(good=1, bad=value).reft_held().check()
+        Values(good=1, bad=value).reft_held.check()
     assert text in str(refused.value) and "pass the object itself in state=" in refused.value.hint
 
 
 def test_too_many_bytes_are_refused_with_the_largest_value():
-    Values(large=torch.zeros(PLAIN_MAX), text="x" * (PLAIN_MAX // 2)).reft_held().check()
+    Values(large=torch.zeros(PLAIN_MAX), text="x" * (PLAIN_MAX // 2)).reft_held.check()
     with pytest.raises(UnsupportedState, match=rf"limit is {PLAIN_MAX}. The largest is 'text'"):
-        Values(text="x" * PLAIN_MAX, data=b"x" * 10).reft_held().check()
+        Values(text="x" * PLAIN_MAX, data=b"x" * 10).reft_held.check()
 
 
 def test_values_of_another_number_of_ranks_must_be_the_same():
