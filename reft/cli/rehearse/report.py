@@ -44,9 +44,12 @@ def report_lines(report: RehearsalReport) -> Iterator[str]:
         yield f"bit-equal through step {result.through}; {result.recovery_s:.1f} s from the kill to the next step"
     if result.difference:
         yield f"  first      {difference_words(result.difference)}"
+    remedies: set[str] = set()
     for cause in result.causes:
-        yield f"  {'state     ' if result.outcome is RehearsalOutcome.FORGOTTEN else 'cause     '} {cause.text}"
-        yield f"  remedy     {cause.remedy}"
+        yield f"  {'state ' if result.outcome is RehearsalOutcome.FORGOTTEN else 'cause '}     {cause.text}"
+        if cause.remedy not in remedies:
+            yield f"  remedy     {cause.remedy}"
+        remedies.add(cause.remedy)
     if result.difference and not result.causes:
         yield "  cause      not known: nothing that was recorded explains it"
     yield from _notes(report)

@@ -262,7 +262,7 @@ SUSPECT: Final[Mapping[str, tuple[str, str]]] = {
 
 def _forgotten(objects: Sequence[AliveObject]) -> LikelyCause:
     kind = objects[0].kind
-    words, key = (FORGOTTEN | SUSPECT)[kind]
+    words, key = {**FORGOTTEN, **SUSPECT}[kind]
     others = more(len(objects) - 1, "object")
     return LikelyCause(
         f"forgotten-{kind}",

@@ -137,6 +137,12 @@ def test_inputs_that_the_other_run_never_had():
     assert kinds(judged(restarted)) == ["loader-without-position"]
 
 
+def test_a_loader_without_position_explains_no_equal_inputs():
+    restarted = attempt(BASE, LAST, leaves={BASE + 1: {}})
+    restarted.alive.append(LOADER)
+    assert kinds(judged(restarted)) == []
+
+
 def moved(*names: str) -> RehearsedAttempt:
     """Returns an attempt in which the torch generator moved, with lines that moved generators."""
     restarted = attempt(BASE, LAST, at_forward={BASE + 1: {"torch": "x", "python": "p"}})
@@ -176,8 +182,8 @@ def test_a_line_that_moved_a_generator_explains_no_later_step():
 def test_lines_that_move_a_generator_in_each_step_are_named_last():
     restarted = moved("torch", "torch")
     plain = undisturbed()
-    plain.moves.append(replace(restarted.moves[0], is_usual=True))
-    assert "at train.py:41." in judged(restarted, plain=plain).causes[0].text
+    plain.moves += [restarted.moves[1], replace(restarted.moves[0], is_usual=True)]
+    assert "first step: `for x in loader:` at train.py:41." in judged(restarted, plain=plain).causes[0].text
     plain.moves.append(replace(restarted.moves[1], is_usual=True))
     assert "at train.py:40, " in judged(restarted, plain=plain).causes[0].text
 
@@ -224,6 +230,7 @@ def test_state_that_is_alive_and_forgotten_fails_an_equal_run(each, kind):
     result = judged(restarted)
     assert (result.outcome, kinds(result)) == (RehearsalOutcome.FORGOTTEN, [kind])
     assert "more" not in result.causes[0].text  # both runs name the same object
+    assert result.suspects == []
 
 
 @pytest.mark.parametrize("each", [LOADER, COUNTER])
