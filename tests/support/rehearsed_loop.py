@@ -72,7 +72,7 @@ def main(fault):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = StepLR(optimizer, 3, gamma=0.9)
+    schedule = StepLR(optimizer, 4, gamma=0.9)
     average = AveragedModel(model)
     data = Draws()
     state = {"lr": schedule, "average": average, "data": data}

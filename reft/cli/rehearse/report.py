@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ EXIT_CODES: Final = {
     RehearsalOutcome.NOT_DETERMINISTIC: 2,
 }
 NAMES_SHOWN = 3
+COLUMNS = 100
 
 
 def first_lines(request: RehearsalRequest) -> Iterator[str]:
@@ -43,15 +45,15 @@ def report_lines(report: RehearsalReport) -> Iterator[str]:
     else:
         yield f"bit-equal through step {result.through}; {result.recovery_s:.1f} s from the kill to the next step"
     if result.difference:
-        yield f"  first      {difference_words(result.difference)}"
+        yield from _field("first", difference_words(result.difference))
     remedies: set[str] = set()
     for cause in result.causes:
-        yield f"  {'state ' if result.outcome is RehearsalOutcome.FORGOTTEN else 'cause '}     {cause.text}"
+        yield from _field("state" if result.outcome is RehearsalOutcome.FORGOTTEN else "cause", cause.text)
         if cause.remedy not in remedies:
-            yield f"  remedy     {cause.remedy}"
+            yield from _field("remedy", cause.remedy)
         remedies.add(cause.remedy)
     if result.difference and not result.causes:
-        yield "  cause      not known: nothing that was recorded explains it"
+        yield from _field("cause", "not known: nothing that was recorded explains it")
     yield from _notes(report)
     if report.logs:
         yield f"Logs and records are in {report.logs}."
@@ -63,25 +65,29 @@ def difference_words(difference: MarkDifference) -> str:
     return f"step {difference.step}, rank {difference.rank}: {difference.kind.value} ({names})"
 
 
+def _field(label: str, text: str) -> Iterator[str]:
+    """Yields a labelled text, in lines that fit a terminal."""
+    yield from textwrap.wrap(
+        text, COLUMNS, initial_indent=f"  {label:<11}", subsequent_indent=" " * 13, break_on_hyphens=False
+    )
+
+
 def _notes(report: RehearsalReport) -> Iterator[str]:
     """Yields what was not compared, and what was not reached."""
     result = report.result
     compared = counted(result.compared, "step")
-    yield f"  compared   {compared} after the kill, on {every(result.ranks, 'rank')}"
+    yield from _field("compared", f"{compared} after the kill, on {every(result.ranks, 'rank')}")
     if result.unseeded and result.outcome is not RehearsalOutcome.NOT_DETERMINISTIC:
-        yield f"  not seeded {', '.join(result.unseeded)}: other in each run, so not compared"
-    for each in result.suspects:
-        if result.outcome in (RehearsalOutcome.EQUAL, RehearsalOutcome.FORGOTTEN):
-            yield f"  look       the {each.kind} {each} is not in state=: restarts make it anew"
+        yield from _field("not seeded", f"{', '.join(result.unseeded)}: other in each run, so not compared")
+    if result.outcome in (RehearsalOutcome.EQUAL, RehearsalOutcome.FORGOTTEN):
+        for each in result.suspects:
+            yield from _field("look", f"the {each.kind} {each} is not in state=: restarts make it anew")
     if result.busiest is not None:
-        yield f"  reached    step {result.busiest} had the most inputs: validation or the like was in it"
+        yield from _field("reached", f"step {result.busiest} had the most inputs: validation or the like was in it")
+    beyond = f"what comes after step {result.through}: perhaps an epoch's end, validation, checkpoints of the script"
     if report.is_short:
-        yield f"  not tried  what the script does only in runs of more than {counted(report.steps, 'step')}"
-    else:
-        yield (
-            f"  not tried  what comes after step {result.through}: perhaps an epoch's end, validation, "
-            "checkpoints of the script"
-        )
+        beyond = f"what the script does only in runs of more than {counted(report.steps, 'step')}"
+    yield from _field("not tried", beyond)
 
 
 def document(report: RehearsalReport) -> dict[str, Any]:

@@ -294,23 +294,26 @@ def causes_after(evidence: RestartEvidence) -> list[LikelyCause]:
     return causes + [cause for cause in forgotten_objects(evidence.alive) if cause.kind not in seen]
 
 
-def causes_before(difference: MarkDifference, unseeded: Sequence[str], other_hash: bool) -> list[LikelyCause]:
+def _unseeded_generators(names: Sequence[str], when: str) -> LikelyCause:
+    return LikelyCause(
+        "unseeded-generator",
+        f"{', '.join(names)}: not seeded, and {when}.",
+        "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start of the script",
+    )
+
+
+def causes_before(difference: MarkDifference, unseeded: Mapping[str, bool], other_hash: bool) -> list[LikelyCause]:
     """Returns the likely causes of a difference before the kill. Recovery has no part in it.
 
     Args:
         difference: the first one.
-        unseeded: generators that differed at the end of attach in two fresh starts.
+        unseeded: generators that differed at the end of attach in two fresh starts → whether
+            training draws from them.
         other_hash: whether Python's hash has another seed in each run.
     """
     causes = []
-    if unseeded:
-        causes.append(
-            LikelyCause(
-                "unseeded-generator",
-                f"these generators are not seeded: {', '.join(sorted(unseeded))}.",
-                "torch.manual_seed(0), random.seed(0), numpy.random.seed(0) at the start of the script",
-            )
-        )
+    if drawn := [name for name, is_drawn in unseeded.items() if is_drawn]:
+        causes.append(_unseeded_generators(drawn, "training draws from it"))
     if difference.kind is DifferenceKind.INPUTS:
         causes.append(
             LikelyCause(
@@ -337,4 +340,6 @@ def causes_before(difference: MarkDifference, unseeded: Sequence[str], other_has
                 "torch.use_deterministic_algorithms(True)",
             )
         )
+    if idle := [name for name, is_drawn in unseeded.items() if not is_drawn]:
+        causes.append(_unseeded_generators(idle, "a draw before attach would explain this"))
     return causes

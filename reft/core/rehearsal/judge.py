@@ -81,6 +81,12 @@ def _cut(attempt: RehearsedAttempt, last: int) -> RehearsedAttempt:
     return RehearsedAttempt(attempt.attach, attempt.moves, marks, attempt.alive)
 
 
+def _is_drawn(attempt: RehearsedAttempt, generator: str) -> bool:
+    """Returns whether a generator moves after attach."""
+    at_attach = attempt.attach.generators.get(generator)
+    return any(mark.generators.get(generator) != at_attach for mark in attempt.marks.values())
+
+
 def _busiest(marks: Mapping[int, MarkRecord]) -> int | None:
     """Returns the step with the most inputs, if it has more than another: validation, perhaps."""
     counts = {step: len(mark.inputs) for step, mark in marks.items()}
@@ -112,7 +118,8 @@ def judge(undisturbed: Attempts, killed: Attempts, *, killed_s: float, last_step
     if before:
         outcome = RehearsalOutcome.NOT_DETERMINISTIC
         samples = {run[before.rank][0].attach.hash_sample for run in (undisturbed, killed)}
-        causes = causes_before(before, sorted(unseeded), other_hash=len(samples) > 1)
+        drawn = {name: _is_drawn(undisturbed[before.rank][0], name) for name in sorted(unseeded)}
+        causes = causes_before(before, drawn, other_hash=len(samples) > 1)
     elif lost := nothing_restored(restarted):
         outcome, causes = RehearsalOutcome.DIFFERENT, [lost]
     elif difference:

@@ -266,10 +266,16 @@ def test_an_unseeded_worker_and_hash_order():
     assert "PYTHONHASHSEED=0" in result.causes[1].remedy
 
 
-def test_an_unseeded_generator():
-    first = attempt(0, BASE, generators={"torch": "other", "python": "p"}, leaves={1: {}})
-    assert "unseeded-generator" in kinds(judged_before(first))
-    assert "torch" in judged_before(first).causes[0].text
+def test_an_unseeded_generator_that_training_uses_is_the_first_cause():
+    first = attempt(0, BASE, generators={"torch": "other", "python": "p"}, inputs={1: ["x"]})
+    result = judged_before(first)
+    assert (kinds(result), result.causes[0].text.split(":")[0]) == (["unseeded-generator", "unseeded-data"], "torch")
+
+
+def test_an_unseeded_generator_that_training_does_not_use_is_the_last_cause():
+    first = attempt(0, BASE, generators={"torch": "g0", "python": "other"}, inputs={1: ["x"]})
+    result = judged_before(first)
+    assert (kinds(result), result.causes[1].text.split(":")[0]) == (["unseeded-data", "unseeded-generator"], "python")
 
 
 def test_a_generator_that_only_differs_is_no_difference():
