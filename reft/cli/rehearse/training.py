@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -215,34 +214,26 @@ class RehearsedTraining:
         """
         pids = {rank: attempts[-1].attach.pid for rank, attempts in self.attempts().items()}
         daemon = daemon_launcher.hello(self._address).pid
+        living = {each.pid: each for each in clean_up.marked(self.folder)}
         victims = [pids[max(pids)]]
         if what == "all":
-            victims = tree(self._process.pid, without=daemon)
+            kept = {daemon, *(each.pid for each in living[daemon].children(recursive=True))}
+            victims = [pid for pid in living if pid not in kept]
         elif what == "daemon":
             victims = [daemon, *victims]
-        killed_s = time.time()
-        try:
-            for pid in victims:
-                os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError as error:
+        if ended := {*pids.values(), *victims} - living.keys():
             raise RehearsalError(
-                f"run {self._name.upper()}: process {pid} ended before it could be killed.\n{self.tail()}"
-            ) from error
+                f"run {self._name.upper()}: process {min(ended)} ended before the kill.\n{self.tail()}"
+            )
+        killed_s = time.time()
+        for pid in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):  # its parent took it along
+                living[pid].kill()
         # The other ranks stand still in their copies: see stop_after. Their agent must be heard.
         for pid in set(pids.values()) - set(victims):
-            with contextlib.suppress(ProcessLookupError):  # the agent was faster
-                os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(psutil.NoSuchProcess):  # the agent was faster
+                living[pid].resume()
         return killed_s
-
-
-def tree(root: int, without: int) -> list[int]:
-    """Returns the pids of a process and its descendants, except one subtree."""
-    process = psutil.Process(root)
-    pids = [process.pid]
-    for child in process.children():
-        if child.pid != without:
-            pids += tree(child.pid, without)
-    return pids
 
 
 def own_environment() -> dict[str, str]:
