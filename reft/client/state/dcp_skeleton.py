@@ -1,4 +1,4 @@
-"""`python -m reft.client.state.dcp_skeleton FOLDER`: files of a DCP checkpoint, with holes for the bytes.
+"""`python -m reft.client.state.dcp_skeleton FOLDER`: a DCP checkpoint with holes for the bytes.
 
 Only `reft-cli export --format dcp` starts it: torch writes its own format, which reft never reads.
 
