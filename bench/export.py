@@ -158,7 +158,8 @@ def export(address: str, folder: Path) -> float:
 
 def window(seconds: float, address: str, folder: Path | None) -> Window:
     """Waits so long, and meanwhile exports if there is a folder. At least one export is made."""
-    began, exports = time.monotonic(), []
+    began = time.monotonic()
+    exports: list[float] = []
     if folder is None:
         time.sleep(seconds)
     while folder is not None and (not exports or time.monotonic() < began + seconds):

@@ -20,6 +20,7 @@ RUNNERS = (
     "tests/house/test_commands.py",
     "tests/cli/test_readme_commands.py",
     "tests/e2e/test_readme_commands.py",
+    "tests/e2e/test_quickstart.py",
     "tests/trainers/test_readme_commands.py",
 )
 PLACES = ("README.md", "*/README.md", "*/*/README.md", "examples/**/*.py", "reft/**/*.py")

@@ -18,7 +18,7 @@ PROGRAMS = (
     *("kubectl", "systemctl", "docker", "git", "curl", "p?kill", "rm", "cd", "export", "certificates\\.sh"),
 )
 COMMAND = re.compile(rf"([A-Z_]+=\S+ +)*(\S*/)?({'|'.join(PROGRAMS)}) +\S")
-NAMED = {"reft-daemon --spare"}  # a flag's name in a sentence
+NAMED = {"reft-daemon --spare", "reft-cli rehearse"}  # names in a sentence
 PYTEST = re.compile(r"(\.venv/bin/)?pytest ")
 BENCHMARK = re.compile(r"([A-Z_]+=\S+ +)*(\.venv/bin/)?python bench/(?!picture|record_demo)\w+\.py\b")
 
