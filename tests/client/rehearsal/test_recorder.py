@@ -188,6 +188,19 @@ def test_steps_without_a_snapshot_are_recorded_too(rehearse, tmp_path):
     assert [mark["step"] for mark in of_kind(records(tmp_path / "run"), "mark")] == [1, 2, 3, 4]
 
 
+def test_a_model_that_was_compiled_beside_the_attached_one_trains_without_inputs(rehearse, tmp_path):
+    model, optimizer, _ = make()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    session = rehearse(model, optimizer)
+    for _ in session.steps(3):
+        step_once(compiled, optimizer)
+        assert session.step or sys.gettrace() is not None
+    lines = records(tmp_path / "run")
+    marks = of_kind(lines, "mark")
+    assert [(mark["inputs"], mark["at_forward"]) for mark in marks] == [([], None)] * 3 and sys.gettrace() is None
+    assert {line["kind"] for line in lines} == {"attach", "moved", "mark", "alive", "usual"}
+
+
 def test_a_debugger_is_left_alone_and_the_records_say_so(rehearse, tmp_path):
     model, optimizer, _ = make()
     own = lambda *_: None  # noqa: E731
