@@ -36,6 +36,10 @@ class WeightEma(Held):
     """An average that is no module."""
 
 
+class EmaView(nn.ModuleList):
+    """Wraps an average, and has no tensors of its own."""
+
+
 class Walk:
     """A script's objects, and what a scan finds of those that the script made."""
 
@@ -138,6 +142,8 @@ def test_what_wraps_the_model_is_no_state(walk):
     wrappers = [nn.Sequential(walk.model), torch.compile(walk.model, backend="eager"), nn.ModuleList([walk.model[0]])]
     with_loss = nn.ModuleList([walk.model, nn.CrossEntropyLoss(weight=torch.ones(4))])
     assert walk.found(*wrappers, with_loss) == [None] * 4
+    ema = AveragedModel(walk.model)
+    assert walk.found(EmaView([ema]), ema=ema) == [None]
 
 
 def test_a_scaler_that_is_on_is_found(walk):
