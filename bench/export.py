@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -50,6 +50,8 @@ from bench.result import Row
 JOB = "bench-export"
 EVERY = 4
 WARM_STEPS = 8
+STEPS_LEAST = 4  # of a window, however long they take
+LOOK_S = 0.05
 START_S = 300.0
 EXPORT_S = 600.0
 SHAPES = {"250MB": QUICK, "1.5GB": FULL}
@@ -90,8 +92,8 @@ class Window(NamedTuple):
 # The rank
 
 
-def train(core: int, size: str, address: str, pipe: Connection) -> None:
-    """Trains until the parent says so; sends all steps."""
+def train(core: int, size: str, address: str, pipe: Connection, done: Any) -> None:
+    """Trains until the parent says so; counts its steps in `done`, and sends them in the end."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     training = Training(SHAPES[size])
@@ -102,6 +104,7 @@ def train(core: int, size: str, address: str, pipe: Connection) -> None:
         training.step()
         session.step_end()
         steps.append(Step(began, time.monotonic(), int(session.stats()["snapshots"])))
+        done.value = len(steps)
         if len(steps) == WARM_STEPS:
             if not session.seal(START_S):
                 raise RuntimeError(f"the snapshot did not become whole: {session.stats()}")
@@ -111,11 +114,12 @@ def train(core: int, size: str, address: str, pipe: Connection) -> None:
 
 
 @contextmanager
-def rank(core: int, size: str, address: str) -> Iterator[Callable[[], list[Step]]]:
-    """Runs the rank; gives a function that ends it, and returns its steps."""
+def rank(core: int, size: str, address: str) -> Iterator[tuple[Callable[[], int], Callable[[], list[Step]]]]:
+    """Runs the rank; gives two functions: the number of its steps; its end, and all its steps."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=train, args=(core, size, address, there), daemon=True)
+    done = context.Value("q", 0, lock=False)
+    process = context.Process(target=train, args=(core, size, address, there, done), daemon=True)
     process.start()
     there.close()
 
@@ -131,7 +135,7 @@ def rank(core: int, size: str, address: str) -> Iterator[Callable[[], list[Step]
 
     try:
         receive()
-        yield end
+        yield lambda: done.value, end
     finally:
         process.kill()
         process.join()
@@ -156,6 +160,7 @@ def export(address: str, folder: Path) -> float:
     return seconds
 
 
+<<<<<<< HEAD
 def window(seconds: float, address: str, folder: Path | None) -> Window:
     """Waits so long, and meanwhile exports if there is a folder. At least one export is made."""
     began = time.monotonic()
@@ -164,6 +169,16 @@ def window(seconds: float, address: str, folder: Path | None) -> Window:
         time.sleep(seconds)
     while folder is not None and (not exports or time.monotonic() < began + seconds):
         exports.append(export(address, folder))
+=======
+def window(seconds: float, done: Callable[[], int], address: str, folder: Path | None) -> Window:
+    """Waits so long, and for some steps; meanwhile exports, if there is a folder."""
+    began, first, exports = time.monotonic(), done(), list[float]()
+    while time.monotonic() < began + seconds or done() < first + STEPS_LEAST:
+        if folder is None:
+            time.sleep(LOOK_S)
+        else:
+            exports.append(export(address, folder))
+>>>>>>> 6cbd9ba (End a window of bench/export.py after some steps, however long they take)
     return Window(began, time.monotonic(), tuple(exports))
 
 
@@ -173,10 +188,14 @@ def measure(size: str, rounds: int, seconds: float, disk: Path) -> tuple[list[Wi
     if len(cores) < 2:
         raise SystemExit("bench/export.py needs 2 cores, and this process may use 1: give it another one")
     os.sched_setaffinity(0, {cores[1]})  # the daemon and the exports inherit it
-    with common.daemon() as (address, _), common.folder(disk) as folder, rank(cores[0], size, address) as end:
-        windows = [window(seconds, address, None)]
+    with (
+        common.daemon() as (address, _),
+        common.folder(disk) as folder,
+        rank(cores[0], size, address) as (done, end),
+    ):
+        windows = [window(seconds, done, address, None)]
         for number in range(rounds):
-            windows += [window(seconds, address, folder), window(seconds, address, None)]
+            windows += [window(seconds, done, address, each) for each in (folder, None)]
             print(f"round {number + 1}: {len(windows[-2].exports)} exports", file=sys.stderr, flush=True)
         return windows, end()
 
