@@ -1,5 +1,6 @@
 """The files that describe a checkpoint on storage."""
 
+import hashlib
 import json
 import zlib
 from dataclasses import replace
@@ -38,6 +39,10 @@ def test_both_read_back() -> None:
     assert stored.decode_index(stored.encode_index(INDEX)) == INDEX
     assert stored.decode_manifest(stored.encode_manifest(MANIFEST)) == MANIFEST
     assert INDEX.folder == "node-2.1"
+
+
+def test_head_is_bound_by_a_cryptographic_digest() -> None:
+    assert stored.head_digest(b"head") == hashlib.blake2b(b"head", digest_size=16).hexdigest()
 
 
 def test_every_cut_and_every_flip_is_refused() -> None:
