@@ -24,6 +24,7 @@ import reft
 from reft.client.data.loader import ResumableLoader
 from reft.client.session import Session
 from reft.console import say
+from reft.errors import ConfigError
 from reft.integrations.checks import Tested, inner_optimizer
 
 TESTED = Tested("accelerate", "1.15.0")
@@ -88,9 +89,15 @@ def attach(
             held too.
 
     Raises:
-        reft.errors.ReftError: see `reft.attach`; or this accelerate lacks a name that is read.
+        reft.errors.ReftError: see `reft.attach`; or this accelerate lacks a name that is read; or
+            the loader was not prepared.
     """
-    TESTED.need(accelerator, "step", "sync_gradients", "scaler", "is_main_process", "_custom_objects")
+    TESTED.need(accelerator, "step", "sync_gradients", "scaler", "is_main_process", "num_processes", "_custom_objects")
+    if loader is not None and accelerator.num_processes > 1 and not hasattr(loader, "base_dataloader"):
+        raise ConfigError(
+            f"each of the {accelerator.num_processes} processes would read all batches: the loader was not prepared.",
+            "loader = reft.ResumableLoader(accelerator.prepare(loader))",
+        )
     optimizers = [
         inner_optimizer(each) for each in (optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
     ]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import reft
 from reft.errors import ConfigError
-from reft.integrations.accelerate import Batches
+from reft.integrations.accelerate import Batches, attach
 from tests.support.datasets import Drawing
 
 
@@ -113,6 +114,13 @@ def test_other_prepared_loaders_are_refused():
     dispatcher = type("DataLoaderDispatcher", (DataLoaderShard,), {})
     with pytest.raises(ConfigError, match="dispatch_batches=False"):
         reft.ResumableLoader(dispatcher(DataLoader(Drawing()), torch.Generator(), []))
+
+
+def test_a_loader_that_was_not_prepared_is_refused_on_several_processes():
+    names = ("step", "sync_gradients", "scaler", "is_main_process", "_custom_objects")
+    accelerator = SimpleNamespace(num_processes=2, **dict.fromkeys(names))
+    with pytest.raises(ConfigError, match="each of the 2 processes would read all batches"):
+        attach(accelerator, torch.nn.Linear(1, 1), None, reft.ResumableLoader(DataLoader(Drawing())))
 
 
 def test_the_former_name_stays_and_says_the_new_one():

@@ -206,12 +206,17 @@ def source_of(loader: Any, seed: int) -> EpochSource:
             f"the position of a {type(loader).__name__} with {type(base).__name__} can't be held.",
             "DataLoaderConfiguration(dispatch_batches=False, use_stateful_dataloader=False)",
         )
+    if not isinstance(base, DataLoader):
+        raise ConfigError(
+            f"the position of a {type(base).__name__} can't be held: it is no torch DataLoader.",
+            "pass a torch DataLoader, or give the object state_dict and load_state_dict and pass it in state=",
+        )
     if hasattr(base, "state_dict") and hasattr(base, "load_state_dict"):
         return StatefulSource(base)
-    if not isinstance(base, DataLoader) or type(base).__iter__ is not DataLoader.__iter__:
+    if type(base).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
-            f"the position of a {type(base).__name__} can't be held: it is no torch DataLoader, or iterates in its own way.",
-            "pass a torch DataLoader, or give the object state_dict and load_state_dict and pass it in state=",
+            f"the position of a {type(base).__name__} can't be held: its class has an __iter__ of its own.",
+            "pass a torch DataLoader, or give the class state_dict and load_state_dict",
         )
     if isinstance(base.dataset, (IterDataPipe, MapDataPipe)):
         raise ConfigError(

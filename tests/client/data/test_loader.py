@@ -246,7 +246,8 @@ class OwnIteration(DataLoader[Any]):
     ("make", "words"),
     [
         (lambda: reft.ResumableLoader([1, 2]), "the position of a list can't be held"),
-        (lambda: reft.ResumableLoader(OwnIteration(Drawing())), "iterates in its own way"),
+        (lambda: reft.ResumableLoader(OwnIteration(Drawing())), "an __iter__ of its own"),
+        (lambda: reft.ResumableLoader(resumable()), "position of a ResumableLoader can't be held"),
         (lambda: resumable(num_workers=1, in_order=False), "in_order=False"),
         (lambda: resumable(seed=-1), "seed is -1"),
     ],
