@@ -35,7 +35,7 @@ from reft.core.budget import default_slots
 from reft.core.layout.cells import Division
 from reft.core.membership.job_identity import JobIdentity
 from reft.core.persist.stored_names import LINEAGE_BYTES
-from reft.errors import AttachError
+from reft.errors import AttachError, DaemonUnavailable
 from reft.wire import daemon_launcher, local_socket, manifest, rpc
 from reft.wire.manifest import division_of, domains_of, inline_bytes_max, layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -74,7 +74,16 @@ class NodeDaemon:
         Raises:
             ReftError: the call failed; see `rpc.call`.
         """
-        return rpc.call(self.address, method, request, deadline_s or self.deadline_s)
+        try:
+            return rpc.call(self.address, method, request, deadline_s or self.deadline_s)
+        except DaemonUnavailable as error:
+            if not self.hello.unattended:
+                raise
+            raise DaemonUnavailable(
+                error.message,
+                "start the job again: attach starts a daemon where none runs. daemon.log beside that socket says why the last "
+                "one ended",
+            ) from error
 
     def ask_persist(self, job: str, deadline_s: float) -> None:
         """Asks for a checkpoint of the newest whole step.

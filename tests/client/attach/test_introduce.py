@@ -17,8 +17,9 @@ from reft.client.attach.introduce import (
 )
 from reft.client.attach.rank_table import LayoutFacts
 from reft.config import Config, Launch
-from reft.errors import AttachError
+from reft.errors import AttachError, DaemonUnavailable
 from reft.wire.manifest import layouts_of
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.attaches import IDENTITY, SECRETS, context, daemon, description, introduction, leaves, state
 
 
@@ -31,6 +32,18 @@ def test_ranks_that_torch_reaches_may_attach(launched, reached):
 def test_several_ranks_without_a_process_group_are_refused():
     with pytest.raises(AttachError, match=r"WORLD_SIZE is 4, .*\nFix: call init_process_group before reft\.attach"):
         check_process_group(Launch(0, 4, "", ""), 1)
+
+
+@pytest.mark.parametrize(
+    ("unattended", "remedy"),
+    [(True, "start the job again: attach starts a daemon"), (False, "start reft-daemon --socket")],
+)
+def test_a_daemon_that_ended_during_attach_is_started_by_who_had_started_it(tmp_path, unattended, remedy):
+    one = replace(daemon(), address=f"unix:{tmp_path}/daemon.sock")
+    one.hello.unattended = unattended
+    with pytest.raises(DaemonUnavailable, match="no daemon answers at") as refused:
+        one.call("Status", pb.StatusRequest())
+    assert refused.value.hint.startswith(remedy)
 
 
 def test_a_rank_tells_what_its_daemon_and_its_state_say():
