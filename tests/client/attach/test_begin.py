@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from reft.client.attach import report
 from reft.client.attach.begin import announcement
 from reft.client.attach.plan import AttachPlan, make_plan, recover
 from reft.client.restore.restore import RestoreResult
+from reft.config import Launch
 from tests.support.attaches import begun, context, description, introduction, survey_of
 
 RESTORED = RestoreResult(tree={"marked": True}, lines=("each old rank had its own model.0.b.",))
@@ -22,16 +24,25 @@ def restoring(nodes: str) -> AttachPlan:
     return make_plan(description(introduction(nodes)), survey, recovery, [], b"i" * 16)
 
 
-def announced(nodes: str, plan: AttachPlan, result: RestoreResult) -> list[str]:
-    introduced = introduction(nodes)
+def announced(
+    nodes: str, plan: AttachPlan, result: RestoreResult, job: str = "job", launch: Launch | None = None
+) -> list[str]:
+    introduced = introduction(nodes, job=job)
     tracked = SimpleNamespace(modules={}, optimizers=(), parameters=tuple)
     introduced = replace(introduced, state=replace(introduced.state, tracked=tracked))
-    return announcement(context(), introduced, plan, result, plan.restored_from(introduced.nodes))
+    return announcement(context(launch=launch), introduced, plan, result, plan.restored_from(introduced.nodes))
 
 
 def test_a_fresh_start_is_announced():
     lines = announced("ab", begun(), RestoreResult())
     assert lines[0] == "job job: nothing held, starting fresh; 2 ranks on 2 nodes."
+
+
+def test_a_job_without_a_name_is_told_how_to_get_one_unless_an_agent_restarts_it():
+    line = report.unnamed()
+    assert "REFT_JOB=NAME" in line and line in announced("ab", begun(), RestoreResult(), job="")
+    assert line not in announced("ab", begun(), RestoreResult(), job="", launch=Launch(0, 1, "none", ""))
+    assert line not in announced("ab", begun(), RestoreResult())
 
 
 @pytest.mark.parametrize(("nodes", "source"), [("ab", "memory"), ("ba", "peers")])
