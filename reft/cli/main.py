@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ from reft.cli.export.start import export_source, progress
 from reft.cli.go_back import GoBackCommand
 from reft.cli.persist import persist_job, progress_text
 from reft.cli.purge_all import purge_all_command
-from reft.cli.recover import RecoverCommand, replacement_here
+from reft.cli.recover import RecoverCommand, pairs_of, replacement_here
 from reft.cli.signals import unwinding
 from reft.cli.survey import steady, surveys
 from reft.cli.timeline import collect, write
@@ -40,7 +40,6 @@ from reft.core.recovery.holdings import replayed
 from reft.core.status.health import Health
 from reft.core.text import counted
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
-from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 
 EXIT_FAILED, EXIT_USAGE, EXIT_LOST, EXIT_NO_DAEMON, EXIT_NO_JOB, EXIT_INTERRUPTED = 1, 2, 4, 10, 11, 130
@@ -516,24 +515,6 @@ def verify(root: str, job: str, persist_key_file: Path | None, as_json: bool) ->
     else:
         click.echo(f"{counted(len(results), 'checkpoint')} read, {damaged} damaged.")
     sys.exit(EXIT_FAILED if damaged else 0)
-
-
-def pairs_of(arguments: Iterable[str]) -> dict[str, str]:
-    """Returns node → address, from arguments NODE=ADDR.
-
-    Raises:
-        ConfigError: an argument is not NODE=ADDR, or a node is named twice.
-    """
-    address_of: dict[str, str] = {}
-    for argument in arguments:
-        node, _, address = argument.partition("=")
-        if not node or not address or node in address_of:
-            raise ConfigError(
-                f"--onto {argument!r} has no node or no address, or names a node twice.",
-                "--onto NODE=HOST:PORT or --onto NODE=unix:PATH",
-            )
-        address_of[node] = rpc.check_address(address)
-    return address_of
 
 
 def _go_back(command: GoBackCommand, yes: bool, as_json: bool) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.status.health import Health
 from reft.core.text import counted
 from reft.errors import AttachError, ConfigError, DaemonUnavailable
-from reft.wire import daemon_launcher
+from reft.wire import daemon_launcher, rpc
 from reft.wire.inventory import JobSurvey
 from reft.wire.rebuild_request import rebuild_request
 from reft.wire.v1 import daemon_pb2 as pb
@@ -173,3 +173,21 @@ def replacement_here(daemon: str | None) -> str:
     """Returns the address of this node's own daemon if `daemon` names another one; else empty."""
     own = local_address(None)
     return own if daemon and own != local_address(daemon) else ""
+
+
+def pairs_of(arguments: Iterable[str]) -> dict[str, str]:
+    """Returns node → address, from arguments NODE=ADDR.
+
+    Raises:
+        ConfigError: an argument is not NODE=ADDR, or a node is named twice.
+    """
+    address_of: dict[str, str] = {}
+    for argument in arguments:
+        node, _, address = argument.partition("=")
+        if not node or not address or node in address_of:
+            raise ConfigError(
+                f"--onto {argument!r} has no node or no address, or names a node twice.",
+                "--onto NODE=HOST:PORT or --onto NODE=unix:PATH",
+            )
+        address_of[node] = rpc.check_address(address)
+    return address_of

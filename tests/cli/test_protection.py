@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from reft.cli import recover_view, status_text, status_view
-from reft.cli.main import main, pairs_of
+from reft.cli.main import main
+from reft.cli.recover import pairs_of
 from reft.cli.recover_view import recovery_lines, recovery_view, with_targets
 from reft.core.coding.placement import capsule_holders
 from reft.core.commit.version import Epoch, Version
