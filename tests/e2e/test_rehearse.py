@@ -34,7 +34,7 @@ def rehearsed(tmp_path, *command: str, kill: str = "rank", code: int = 0) -> dic
         "--",
         *command,
     ]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=1300)
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=1300)
     assert done.returncode == code, done.stdout + done.stderr
     return json.loads(done.stdout)
 
@@ -48,8 +48,8 @@ def kinds(report: dict) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-def test_a_clean_loop_passes(tmp_path):
-    assert passed(rehearsed(tmp_path, *LOOP))
+def test_the_quickstart_passes(tmp_path):
+    assert passed(rehearsed(tmp_path, sys.executable, "examples/quickstart.py"))
     assert [*tmp_path.iterdir()] == []
 
 
@@ -93,9 +93,16 @@ def test_other_kills_pass(tmp_path, kill):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("script", ["ddp", "fsdp2", "zero1", "hsdp"])
+@pytest.mark.parametrize("script", ["quickstart", "ddp", "fsdp2", "zero1", "hsdp"])
 def test_the_examples_pass_on_two_ranks(tmp_path, script):
     assert passed(rehearsed(tmp_path, *TORCHRUN, f"examples/{script}.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("command", [LOOP, (sys.executable, "examples/prefetch.py")], ids=["loop", "prefetch"])
+def test_other_clean_loops_pass(tmp_path, command):
+    assert passed(rehearsed(tmp_path, *command))
 
 
 @pytest.mark.slow

@@ -259,10 +259,14 @@ def command_in(arguments: Sequence[str], here: Path, folder: Path | None) -> Reh
         folder.mkdir(parents=True)
     except FileExistsError as error:
         raise ConfigError(f"{folder} exists.", "name a fresh folder: --cwd DIR") from error
-    # The script and its other files are named from where the user is.
-    absolute = [str(here / each) if (here / each).is_file() else each for each in arguments[1:]]
+    # The script and its other files are named from where the user is. A program without a slash is
+    # looked up in PATH.
+    absolute = [
+        str(here / each) if (index or os.sep in each) and (here / each).is_file() else each
+        for index, each in enumerate(arguments)
+    ]
     path = os.pathsep.join(filter(None, [str(here), child_environment().get("PYTHONPATH", "")]))
-    return RehearsedCommand([arguments[0], *absolute], folder, path)
+    return RehearsedCommand(absolute, folder, path)
 
 
 def check_one_host(arguments: Collection[str]) -> None:

@@ -92,6 +92,14 @@ def test_files_are_named_from_where_the_user_is(tmp_path):
         command_in(arguments, tmp_path, tmp_path / "runs/a")
 
 
+def test_a_program_is_found_in_path_or_by_its_own_path(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "bin/python"):
+        (tmp_path / name).write_text("")
+    assert command_in(["python"], tmp_path, tmp_path / "a").arguments == ["python"]
+    assert command_in(["bin/python"], tmp_path, tmp_path / "b").arguments == [str(tmp_path / "bin/python")]
+
+
 @pytest.mark.parametrize(("values", "fits"), [([], True), (["--nnodes=1"], True), (["--nnodes", "1:4"], True),
                                               (["--nnodes=2"], False), (["--nnodes", "2:4"], False)])  # fmt: skip
 def test_one_host_only(values, fits, monkeypatch):
