@@ -1,10 +1,11 @@
 """Stands in for a trainer under `reft-cli rehearse`: writes records, and serves as its daemon.
 
-    python -m tests.support.rehearsed --steps 12 [--fault NAME] [--step-s 0.02]
+    python -m tests.support.rehearsed --steps 12 [--fault NAME] [--step-s 0.02] [--agent]
 
-One process, no torch. A step's "state" is a number; a "snapshot" is a file in the runtime folder,
-which outlives the process, as slots do. The daemon is another process of this module; it answers
-what `rehearse` asks.
+One process, no torch; with --agent, another process starts it again when it is killed. A step's
+"state" is a number; a "snapshot" is a file in the runtime folder, which outlives the process, as
+slots do. As in a trainer, a failpoint stops the first process in a snapshot. The daemon is another
+process of this module; it answers what `rehearse` asks.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from concurrent import futures
 from pathlib import Path
+
+import psutil
 
 FAULTS = ("prefetch", "random", "crash", "fresh", "forgotten")
 START_S = 30.0
@@ -44,15 +49,28 @@ def serve(socket: str) -> None:
     server.wait_for_termination()
 
 
+def is_living(pid: int) -> bool:
+    """Returns whether a process lives; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
     """Writes the records of one process."""
     folder = Path(os.environ["REFT_RUNTIME_DIR"])
     socket, held = folder / "daemon.sock", folder / "held"
-    if not socket.exists():
-        subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve", str(socket)])
+    if socket.exists():
+        print("daemon lives" if is_living(int((folder / "pid").read_text())) else "daemon is dead", flush=True)
+    else:
+        daemon = subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve", str(socket)])
+        (folder / "pid").write_text(str(daemon.pid))
         end = time.monotonic() + START_S
         while not socket.exists() and time.monotonic() < end:
             time.sleep(0.01)
+    failpoint = re.search(r"from=(\d+):epoch=1$", os.environ.get("REFT_FAILPOINTS", ""))
+    stop_at = int(failpoint[1]) if failpoint and not held.exists() else 0
     base = int(held.read_text()) if held.exists() and fault != "fresh" else 0
     prefix = os.environ["REFT_REHEARSE"]
     run = f"{os.getpid()}" if fault == "random" else ""
@@ -77,10 +95,20 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
               leaves={"w": f"w{step + shift}"})  # fmt: skip
         if step == base + 2 and fault == "forgotten":
             write("alive", step=step, objects=[{"kind": "ema", "type": "AveragedModel", "name": "ema"}])
+        if step == stop_at:
+            os.kill(os.getpid(), signal.SIGSTOP)
         (folder / "new").write_text(str(step))
         (folder / "new").rename(held)  # a killed write must not leave half a number
         if fault == "crash" and step == 3:
             raise SystemExit("the loss is not a number")
+
+
+def launch(arguments: list[str]) -> None:
+    """Runs the trainer, and starts it again when it is killed."""
+    print("agent begins", flush=True)
+    while (code := subprocess.call([sys.executable, "-m", __spec__.name, *arguments])) < 0:
+        print("agent restarts", flush=True)
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":
@@ -90,5 +118,11 @@ if __name__ == "__main__":
     parser.add_argument("--step-s", type=float, default=0.02)
     parser.add_argument("--fault", choices=FAULTS, default="")
     parser.add_argument("--outputs", default="")
+    parser.add_argument("--agent", action="store_true")
     given = parser.parse_args()
-    serve(given.serve) if given.serve else train(given.steps, given.step_s, given.fault, given.outputs)
+    if given.serve:
+        serve(given.serve)
+    elif given.agent:
+        launch([each for each in sys.argv[1:] if each != "--agent"])
+    else:
+        train(given.steps, given.step_s, given.fault, given.outputs)
