@@ -160,16 +160,6 @@ def export(address: str, folder: Path) -> float:
     return seconds
 
 
-<<<<<<< HEAD
-def window(seconds: float, address: str, folder: Path | None) -> Window:
-    """Waits so long, and meanwhile exports if there is a folder. At least one export is made."""
-    began = time.monotonic()
-    exports: list[float] = []
-    if folder is None:
-        time.sleep(seconds)
-    while folder is not None and (not exports or time.monotonic() < began + seconds):
-        exports.append(export(address, folder))
-=======
 def window(seconds: float, done: Callable[[], int], address: str, folder: Path | None) -> Window:
     """Waits so long, and for some steps; meanwhile exports, if there is a folder."""
     began, first, exports = time.monotonic(), done(), list[float]()
@@ -178,7 +168,6 @@ def window(seconds: float, done: Callable[[], int], address: str, folder: Path |
             time.sleep(LOOK_S)
         else:
             exports.append(export(address, folder))
->>>>>>> 6cbd9ba (End a window of bench/export.py after some steps, however long they take)
     return Window(began, time.monotonic(), tuple(exports))
 
 
