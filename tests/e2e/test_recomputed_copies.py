@@ -150,3 +150,28 @@ def test_auto_gives_up_copies_that_differ_and_remembers(site: Site, tmp_path):
         assert exchange.protected == end and not exchange.replays
         assert again[rank][DRIFTING]["state"] == plain[rank][DRIFTING]["state"]
         assert again[rank][DRIFTING]["restored"] and again[rank][DRIFTING]["records"] == 0
+
+
+# The slots and the copies of a rank need 14.9 MiB, the record slots some more.
+SHORT = "15.5MiB"
+
+
+@pytest.mark.slow
+def test_record_slots_without_room_are_refused_by_name(site: Site, tmp_path):
+    nodes = [site.add(1, "--node", f"node-{i}", "--memory", SHORT)[0] for i in range(WORLD)]
+    ranks = start(nodes, tmp_path / "run", ["adamw"], "job")
+    for process in ranks:
+        process.join(200)
+        process.kill()
+    for rank in range(WORLD):
+        error = json.loads((tmp_path / "run" / f"{rank}.json").read_text())["error"]
+        assert "NoRoom: the slots for gradient records need" in error and "a larger --memory" in error, error
+
+
+@pytest.mark.slow
+def test_auto_takes_parity_where_record_slots_have_no_room(site: Site, tmp_path):
+    nodes = [site.add(1, "--node", f"node-{i}", "--memory", SHORT)[0] for i in range(WORLD)]
+    results = finish(start(nodes, tmp_path / "run", ["adamw"], "job", 0, "auto", 2), tmp_path / "run")
+    for rank, node in enumerate(nodes):
+        assert [*results[rank]["adamw"]["turns"]] == ["the lanes have parity."] * 2
+        assert f"which has {SHORT[:4]} MiB for them" in node.status("job").exchange.choice
