@@ -164,9 +164,9 @@ def test_environment_without_reft_loads_an_export(site: Site, tmp_path: Path) ->
     assert "No module named 'reft'" in started(python, "-I", "-c", "import reft").stderr
     plain = {name.partition(".")[2]: value for name, value in expected.items()}
     for form, worlds in (("safetensors", (0, 1, 2)), ("dcp", (1, 2))):
-        export(nodes[0], "job", tmp_path / form, "--format", form)
+        export(nodes[0], "job", tmp_path / f"out-{form}", "--format", form)
         for world in worlds:
-            found = loaded_by(python, tmp_path / form, world)
+            found = loaded_by(python, tmp_path / f"out-{form}", world)
             assert found == (plain if form == "safetensors" and world else expected), (form, world)
 
 
