@@ -70,6 +70,7 @@ def test_lost_nodes_are_decoded(site: Site, tmp_path: Path) -> None:
     assert exported.digests(exported.safetensors(tmp_path / "out")) == expected
 
 
+@pytest.mark.slow
 def test_section_of_a_lost_node_comes_from_parity(site: Site, tmp_path: Path) -> None:
     """FSDP2's shards exist once: the exchange's parity alone has the bytes of the lost node."""
     nodes = site.add(3)
