@@ -25,12 +25,12 @@ from tests.support.commands import ROOT
 
 FIX = errors.FIX.strip()
 COMMAND = re.compile(
-    r"reft-cli (?!(?:on|where|must)\b)([a-z]+)((?: (?:--[a-z-]+|X|[A-Z][A-Z/|]*|…|[a-z]+=X|\S*X\S*))*)"
+    r"reft-cli (?!(?:on|where|must)\b)([a-z]+)((?: (?:--[a-z-]+|X|[A-Z][A-Z/|]*|…|[a-z]+=X|\S*X\S*))*(?: -- .+)?)"
 )
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z-]+)")
 VARIABLE = re.compile(r"REFT_[A-Z]+(?:_[A-Z]+)*(?![A-Z_])")
 ARGUMENT = re.compile(r"(?<![\w-])([a-z_]+)=(?=['\[(\w])")
-# What remedies name of other programs, and whose it is.
+# What remedies name of other programs and functions, and whose it is.
 OTHERS = {
     "--pid": "docker",
     "per_device_train_batch_size": "transformers.TrainingArguments",
@@ -38,6 +38,10 @@ OTHERS = {
     "use_cudagraphable_rng": "megatron.core.tensor_parallel.model_parallel_cuda_manual_seed",
     "overlap_with_ddp": "torch.distributed.optim.ZeroRedundancyOptimizer",
     "lose": "reft-cli status --what-if",
+    "seed": "reft.ResumableLoader",
+    "in_order": "torch.utils.data.DataLoader",
+    "dispatch_batches": "accelerate.utils.DataLoaderConfiguration",
+    "use_stateful_dataloader": "accelerate.utils.DataLoaderConfiguration",
 }
 
 
@@ -121,7 +125,7 @@ def variables() -> set[str]:
     read = {f"REFT_{each.name.upper()}" for each in fields(Config)}
     read |= {f"REFT_{option[2:].replace('-', '_').upper()}" for option in options_of(daemon)}
     read |= {str(each.envvar) for verb in main.commands.values() for each in verb.params if each.envvar}
-    return read | set(VARIABLE.findall((ROOT / "reft/config.py").read_text()))
+    return read | set(re.findall(r'\bget\("(REFT_[A-Z_]+)"', (ROOT / "reft/config.py").read_text()))
 
 
 def wrong_commands(text: str) -> list[str]:
