@@ -49,9 +49,8 @@ def attach(
             first how to find the state of that object.
         schedule: None, or a pipeline schedule (`reft.schedules`).
         state: name → any other object that belongs to the state and has state_dict and
-            load_state_dict: the LR scheduler, the data loader (`ResumableLoader`), a GradScaler, a
-            module such as an average of the weights, a torch.Generator, the loop's own values
-            (`reft.Values`).
+            load_state_dict: the LR scheduler, the data loader (`ResumableLoader`), a GradScaler, an
+            average of the weights, a torch.Generator, the loop's own values (`reft.Values`).
         tolerate: number of failure domains that may be lost at once. A failure domain is a node, or
             a rack where racks were named. None chooses by the number of domains that hold the same
             state: 0 for a single one, 1 for 2 to 5, 2 from 6 on. The most is all domains but one; a

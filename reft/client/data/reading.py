@@ -1,4 +1,4 @@
-"""Whether a held position means the same to this loader, and which position means the same now.
+"""Which position means now what a held position meant to the ranks before.
 
     the ranks now                 the position after a restart
     as before                     the same batch of the same epoch
@@ -82,7 +82,7 @@ def check_same(before: ReadingFacts, now: ReadingFacts) -> None:
 
 
 def moved(epoch: int, batch: int, before: ReadingFacts, now: ReadingFacts, batches: int | None) -> tuple[int, str]:
-    """Returns the batch that stands for a batch of other ranks, and a line about it.
+    """Returns the batch that stands for one of other ranks, and a line about it.
 
     Args:
         epoch: the epoch, for the line.

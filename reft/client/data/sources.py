@@ -1,4 +1,4 @@
-"""What a ResumableLoader asks of the loader below, and settings that all kinds of them share."""
+"""What a ResumableLoader asks of the loader below, and what all kinds share."""
 
 from __future__ import annotations
 
