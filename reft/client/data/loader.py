@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
 from reft.client.data.iterable import IterableSource
 from reft.client.data.map_style import MapSource

@@ -10,6 +10,7 @@ So a loader begins anywhere: earlier batches cost their indices only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from reft.client.data import own_generators
-from reft.client.data.seeded_generators import Purpose, SeededGenerators
+from reft.client.data.seeded_generators import Purpose, SeededGenerators, seeded
 from reft.client.data.sources import length, rebuilt, replica_of, samplers, seed_workers, set_epoch
 from reft.errors import LayoutChanged
 
@@ -55,7 +56,7 @@ class SeededDataset(Dataset[Any]):
         if batch.epoch != self._epoch:
             set_epoch(batch.epoch, [self.inner])
             self._epoch = batch.epoch
-        with SeededGenerators(*self._seeds, batch.epoch, batch.number):
+        with seeded(*self._seeds, batch.epoch, batch.number):
             return self._collate(self._samples(batch.indices))
 
     def _samples(self, indices: Any) -> Any:
@@ -94,10 +95,12 @@ class BatchOrder:
             own_generators.put(self._generators, self._began[1])
         self._began = epoch, own_generators.take(self._generators)
         generators = SeededGenerators(self._seed, Purpose.ORDER, epoch)
+        # Samplers of torch draw all that they need for their first indices.
+        draws_later = any(not type(each).__module__.startswith("torch.utils.data.") for each in self._samplers)
         with generators:
             batches = islice(self._samplers[0], first, None)
         for number in count(first):
-            with generators:
+            with generators if draws_later or number == first else nullcontext():
                 indices = next(batches, None)
             if indices is None:
                 return

@@ -10,6 +10,8 @@ do not move. Generators of CUDA devices are left alone.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from types import TracebackType
 from typing import Any
@@ -38,6 +40,17 @@ def seed_generators(seed: int, purpose: Purpose, *place: int) -> None:
     torch.default_generator.manual_seed(first << 32 | second)
     random.seed(third << 32 | fourth)
     np.random.seed(rest)
+
+
+@contextmanager
+def seeded(seed: int, purpose: Purpose, *place: int) -> Iterator[None]:
+    """Seeds the default generators inside of `with`, and puts them back after it."""
+    outside = _take()
+    seed_generators(seed, purpose, *place)
+    try:
+        yield
+    finally:
+        _put(outside)
 
 
 class SeededGenerators:

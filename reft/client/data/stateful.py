@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reft.client.data.seeded_generators import Purpose, SeededGenerators
+from reft.client.data.seeded_generators import Purpose, seeded
 from reft.client.data.sources import length, replica_of, samplers, set_epoch
 
 
@@ -33,7 +33,7 @@ class StatefulSource:
             self._ended = None
             batches = iter(self._loader)
         else:
-            with SeededGenerators(0, Purpose.WORKERS, epoch, first):  # a begun epoch moved training's generators then
+            with seeded(0, Purpose.WORKERS, epoch, first):  # a begun epoch moved training's generators then
                 self._loader.load_state_dict(self._state_at(epoch, first))
                 if self._ended == epoch:
                     self._loader.state_dict()  # takes the state over; an iterator would begin the next epoch

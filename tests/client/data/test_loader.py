@@ -65,6 +65,12 @@ def numpy_order(generator: Any) -> list[int]:
     return generator.permutation(SAMPLES).tolist()
 
 
+def drawn_order(_: None) -> Any:
+    """Draws each index from the default generators when it is asked for."""
+    for _ in range(SAMPLES):
+        yield (random.randrange(SAMPLES) + int(torch.randint(SAMPLES, ())) + np.random.randint(SAMPLES)) % SAMPLES
+
+
 SAMPLERS = {
     "own torch generator": lambda: RandomSampler(Drawing(), generator=torch.Generator().manual_seed(3)),
     "with replacement": lambda: RandomSampler(Drawing(), replacement=True, num_samples=40),
@@ -72,6 +78,7 @@ SAMPLERS = {
     "subset": lambda: SubsetRandomSampler(range(3, 10)),
     "own random.Random": lambda: Shuffled(random.Random(3), python_order),
     "own numpy Generator": lambda: Shuffled(np.random.default_rng(3), numpy_order),
+    "drawn as it goes": lambda: Shuffled(None, drawn_order),
     "own numpy RandomState": lambda: Shuffled(np.random.RandomState(3), numpy_order),
 }
 
