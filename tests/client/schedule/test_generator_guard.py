@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import reft
 from reft.client.schedule.generator_guard import ForwardHook, notice, watchable
 from reft.client.state import random_state
 from reft.config import Config
@@ -76,6 +78,21 @@ def test_nothing_is_said_at_a_fresh_start_or_of_a_deliberate_reseed_or_in_steps(
         model(torch.ones(2, 4)).square().mean().backward()
         optimizer.step()
     assert "moved between attach" not in capsys.readouterr().err
+
+
+def test_nothing_is_said_of_a_loop_around_the_loader_of_reft(attach, capsys):
+    for _ in range(2):
+        model, optimizer = objects()
+        loader = reft.ResumableLoader(DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=2, shuffle=True))
+        session = attach(model, optimizer, state={"data": loader})
+        ITER()
+        for (x,) in islice(loader.endless(), 3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            session.step_end()
+        assert session.seal(timeout=60)
+    said = capsys.readouterr().err
+    assert session.step == 6 and "moved between attach" not in said
 
 
 def test_a_capsule_without_the_entry_is_restored_and_nothing_is_said(attach, capsys, monkeypatch):
