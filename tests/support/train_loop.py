@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import reft
@@ -23,10 +24,14 @@ def train(spec: dict[str, Any]) -> None:
     os.environ.update(spec["environment"])
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    options, steps = spec["options"], spec["steps"]
+    options, steps, rank, world = spec["options"], spec["steps"], spec["rank"], spec["world"]
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = TensorDataset(torch.randn(ROWS * (steps + 1), WIDTH))
+    if world > 1:
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{spec['port']}", rank=rank, world_size=world)
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    seeded = torch.Generator().manual_seed(rank)
+    data = TensorDataset(torch.randn(ROWS * (steps + 1), WIDTH, generator=seeded))
     # A first value of the batch's size, so that the slots have room from the first step on.
     loop = reft.Values(best=1e9, batch=torch.zeros(ROWS, WIDTH))
     session = reft.attach(model, optimizer, state={"loop": loop}, job=spec["job"], daemon=spec["daemon"])
@@ -52,6 +57,8 @@ def train(spec: dict[str, Any]) -> None:
     sealed = session.seal(timeout=60)
     session.close()
     end = {"best": loop.best, "batch": float(loop.batch.sum()), "draw": float(torch.rand(()))}
+    if world > 1:
+        dist.destroy_process_group()
     Path(spec["out"]).write_text(json.dumps({"began": began, "losses": losses, "end": end, "sealed": sealed.whole}))
 
 
