@@ -40,7 +40,7 @@ class Values:
 
         loop = reft.Values(best=1e9, batch=None)
         session = reft.attach(model, optimizer, state={"loop": loop})
-        if loop.batch is None:              # a fresh start
+        if session.restored_from is None:
             loop.batch = next(batches)
         for step in session.steps(total):
             loss = train(loop.batch)
@@ -56,9 +56,10 @@ class Values:
     Tensors of up to 64 KiB and all other values travel with each snapshot: at most 256 KiB of them.
     A larger tensor takes its memory once more, and is copied at each mark. One that is new, or has
     another shape than before, costs some snapshots: the slots are made larger, and with several
-    ranks a new layout is agreed on, more and more rarely if shapes keep changing. Each rank has
-    its own large tensors, so they exist once, like a shard of FSDP. With another number of ranks
-    only values come back that were the same on all ranks; a large tensor is refused.
+    ranks a new layout is agreed on, more and more rarely if shapes keep changing. So give a large
+    value its shape before attach: `batch=torch.zeros(32, 1024)`. Each rank has its own large
+    tensors, so they exist once, like a shard of FSDP. With another number of ranks only values come
+    back that were the same on all ranks; a large tensor is refused.
 
     Attributes:
         reft_held: what reft holds of the values; for reft itself.
