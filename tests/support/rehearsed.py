@@ -69,6 +69,7 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
         end = time.monotonic() + START_S
         while not socket.exists() and time.monotonic() < end:
             time.sleep(0.01)
+    Path(os.environ["REFT_DIR"], "job").mkdir(parents=True, exist_ok=True)
     failpoint = re.search(r"from=(\d+):epoch=1$", os.environ.get("REFT_FAILPOINTS", ""))
     stop_at = int(failpoint[1]) if failpoint and not held.exists() else 0
     base = int(held.read_text()) if held.exists() and fault != "fresh" else 0

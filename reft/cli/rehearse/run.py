@@ -12,7 +12,7 @@ from reft.cli.rehearse.records import RehearsalError
 from reft.cli.rehearse.training import RehearsedCommand, RehearsedTraining, check_one_host, command_in
 from reft.cli.signals import unwinding
 from reft.core.rehearsal.judge import Attempts, RehearsalOutcome, RehearsalResult, judge
-from reft.core.text import counted, every
+from reft.core.text import counted
 
 FEWEST_STEPS = 4  # with fewer, too little is left before or after the kill
 KILLED = {
@@ -103,7 +103,7 @@ def _both(request: RehearsalRequest, logs: Path, say: Callable[[str], None]) -> 
     check_fresh("A", undisturbed)
     if steps < request.steps:
         say(f"The script has only {counted(steps, 'step')}.")
-    say(f"run B: {KILLED[request.kill]} after step {steps // 2} of {every(len(undisturbed), 'rank')}")
+    say(f"run B: {KILLED[request.kill]} after step {steps // 2}; {counted(len(undisturbed), 'rank')}")
     with RehearsedTraining("b", commands[1], logs, request.timeout_s, stop_after=steps // 2) as training:
         killed_after, killed_s, killed = _killed(training, request.kill, steps)
     result = judge(undisturbed, killed, killed_s=killed_s, last_step=steps)

@@ -81,6 +81,8 @@ def test_a_script_that_fails_by_itself(rehearse):
     error = json.loads(done.stderr.splitlines()[-1])["error"]
     assert (done.returncode, done.stdout, error["exit_code"]) == (1, "", 1)
     assert "run A: the command ended with code 1" in error["message"] and "not a number" in error["message"]
+    (logs,) = rehearse.temporary.iterdir()
+    assert f"Logs and records are in {logs}." in error["message"]
 
 
 def test_a_shorter_script_is_rehearsed_as_far_as_it_goes(rehearse):
