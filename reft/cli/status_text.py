@@ -126,7 +126,7 @@ def protected_lines(job: JobView) -> list[str]:
     if protection.version is None:
         sentence = "no step can be restored now."
     elif job.word == ProtectionWord.LOCAL.value:
-        sentence = f"the state survives lost processes. This node is the job's only one: {after_the_node(job)}."
+        sentence = f"trainers can be lost now. The loss of this node, the job's only one, {left_by_the_node(job)}."
     else:
         sentence = (
             f"any {counted(protection.tolerated, 'failure domain')} can be lost now."
@@ -142,13 +142,13 @@ def protected_lines(job: JobView) -> list[str]:
     return wrapped("protect ", f"{job.word}  {sentence}")
 
 
-def after_the_node(job: JobView) -> str:
-    """Returns what is left if the only node of the job is lost."""
+def left_by_the_node(job: JobView) -> str:
+    """Returns what the loss of the job's only node leaves."""
     if job.storage is None:
-        return "nothing is left after it"
+        return "leaves nothing"
     if job.storage.persisted is None:
-        return "nothing is left after it until a checkpoint is on storage"
-    return f"after it, step {job.storage.persisted} is left on storage"
+        return "leaves nothing until a checkpoint is on storage"
+    return f"leaves step {job.storage.persisted} on storage"
 
 
 def losses_lines(job: JobView) -> list[str]:

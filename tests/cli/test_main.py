@@ -124,7 +124,7 @@ def test_a_job_that_was_trained_is_shown_and_purged(daemon):
     result = invoke("status", "--check", "--job", "trained", daemon=daemon.address)
     assert result.exit_code == 0
     assert "health  OK  training has ended; step 3 is still held." in result.stdout
-    assert "protect LOCAL  the state survives lost processes." in result.stdout
+    assert "protect LOCAL  trainers can be lost now." in result.stdout
     assert invoke("status", "trained", daemon=daemon.address).stdout.startswith("job     trained")
     assert invoke("status", "--all", daemon=daemon.address).stdout.startswith("job     trained")
     (words,) = (line.split() for line in brief_status(daemon) if line.startswith("trained"))

@@ -89,16 +89,16 @@ def test_a_protected_job():
 @pytest.mark.parametrize(
     ("storage", "left"),
     [
-        (None, "nothing is left after it."),
-        (pb.StorageStatus(persisted=-1, step=-1), "nothing is left after it until a checkpoint is on storage."),
-        (pb.StorageStatus(persisted=32, step=-1), "after it, step 32 is left on storage."),
+        (None, "leaves nothing."),
+        (pb.StorageStatus(persisted=-1, step=-1), "leaves nothing until a checkpoint is on storage."),
+        (pb.StorageStatus(persisted=32, step=-1), "leaves step 32 on storage."),
     ],
 )
 def test_one_node_alone_is_not_warned_of_what_can_not_be_otherwise(storage, left):
     lines = lines_of(job_survey(1), storage=storage)
     text = " ".join(" ".join(lines).split())
     assert lines[1] == "health  OK  step 40 is held by the one rank."
-    assert "protect LOCAL the state survives lost processes. This node is the job's only one: " + left in text
+    assert "protect LOCAL trainers can be lost now. The loss of this node, the job's only one, " + left in text
     assert not any(line.startswith("exposed") for line in lines)
     status = job(rank(0))
     view = status_view.job_view(status, job_survey(1))
