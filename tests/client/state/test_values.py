@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import reft
+from reft.client.state.host_state import HostState
 from reft.client.state.serialization import finished, to_plain
 from reft.client.state.tensors import leaf_of
 from reft.client.state.tracked_objects import TrackedObjects
@@ -175,6 +176,24 @@ def test_values_of_another_number_of_ranks_must_be_the_same():
     for states in ([{"best": 1}, {"best": 2}], [{"best": 1}, {"best": 1, "batch": None}]):
         with pytest.raises(LayoutChanged, match="differs among 2 ranks"):
             loop.load_state_dicts(states)
+
+
+@pytest.mark.parametrize("best", [2.5, 3.5])
+def test_a_capsule_of_each_old_rank_gives_the_values_of_another_number_of_ranks(best):
+    trees = []
+    for each in (2.5, best):
+        values = Values(best=each, batch=torch.ones(3))
+        host = HostState(tracked(values), {"loop": values})
+        trees.append(capsule_format.decode(capsule_format.encode(host.capture(7))))
+    loop = Values()
+    host = HostState(tracked(loop), {"loop": loop})
+    states = {"loop": [tree["state"]["loop"] for tree in trees]}
+    if best != 2.5:
+        with pytest.raises(LayoutChanged, match=r"value 'best' .* differs among 2 ranks"):
+            host.restore(trees[0], states)
+        return
+    host.restore({**trees[0], "state": {"loop": None}}, states)
+    assert loop.best == 2.5 and torch.equal(loop.batch, torch.ones(3))
 
 
 # With a daemon
