@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent import futures
 from pathlib import Path
@@ -70,6 +71,7 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
         while not socket.exists() and time.monotonic() < end:
             time.sleep(0.01)
     Path(os.environ["REFT_DIR"], "job").mkdir(parents=True, exist_ok=True)
+    tempfile.mkstemp()  # like a loader's workers, which SIGKILL keeps from tidying up
     failpoint = re.search(r"from=(\d+):epoch=1$", os.environ.get("REFT_FAILPOINTS", ""))
     stop_at = int(failpoint[1]) if failpoint and not held.exists() else 0
     base = int(held.read_text()) if held.exists() and fault != "fresh" else 0

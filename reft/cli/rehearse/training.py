@@ -72,8 +72,11 @@ class RehearsedTraining:
         self._command = command
         self._name, self._log = name, logs / f"{name}.log"
         self._reader = RecordReader(logs / name)
+        # SIGKILL leaves temporary files: those of a DataLoader's workers, for example.
+        (self.folder / "tmp").mkdir()
         self._changes = {
             clean_up.MARK: str(self.folder),
+            "TMPDIR": str(self.folder / "tmp"),
             "REFT_DIR": str(self._slots / "slots"),
             "REFT_JOB": f"rehearsal-{self.folder.name.removeprefix('reft-rehearse-')}",
             "REFT_REHEARSAL": "1",
