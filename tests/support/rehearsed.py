@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent import futures
 from pathlib import Path
@@ -61,7 +62,7 @@ def is_living(pid: int) -> bool:
 def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
     """Writes the records of one process."""
     folder = Path(os.environ["REFT_RUNTIME_DIR"])
-    socket, held = folder / "daemon.sock", folder / "held"
+    socket, held, pause = folder / "daemon.sock", folder / "held", threading.Event()
     if socket.exists():
         print("daemon lives" if is_living(int((folder / "pid").read_text())) else "daemon is dead", flush=True)
     else:
@@ -69,7 +70,7 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
         (folder / "pid").write_text(str(daemon.pid))
         end = time.monotonic() + START_S
         while not socket.exists() and time.monotonic() < end:
-            time.sleep(0.01)
+            pause.wait(0.01)
     Path(os.environ["REFT_DIR"], "job").mkdir(parents=True, exist_ok=True)
     tempfile.mkstemp()  # like a loader's workers, which SIGKILL keeps from tidying up
     failpoint = re.search(r"from=(\d+):epoch=1$", os.environ.get("REFT_FAILPOINTS", ""))
@@ -91,7 +92,7 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
           generators={"torch": f"g{base}"}, state=["data"], regroups=False, hash=1)  # fmt: skip
     shift = 1 if fault == "prefetch" and base else 0
     for step in range(base + 1, steps + 1):
-        time.sleep(step_s)
+        pause.wait(step_s)  # a step takes so long
         inputs = [f"i{step + shift}{run}"]
         write("mark", step=step, time=time.time(), inputs=inputs, at_forward={"torch": f"g{step - 1}"},
               generators={"torch": f"g{step}"}, groups={"optimizer.0.0": {"lr": 0.1}}, state={"data": f"d{step}"},

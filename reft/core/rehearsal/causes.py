@@ -137,7 +137,7 @@ def nothing_restored(restarted: Mapping[int, RehearsedAttempt]) -> LikelyCause |
 
 
 def _other_inputs(evidence: RestartEvidence) -> LikelyCause | None:
-    """Finds a lost batch, a loader that began again, and batches that were skipped or repeated."""
+    """Finds a lost batch, a loader that began again, skipped and repeated batches."""
     if not evidence.is_first_step or not evidence.has(DifferenceKind.INPUTS):
         return None
     run = find_inputs(evidence.expected, evidence.difference.rank, evidence.attempt)
@@ -204,6 +204,24 @@ def _moved_generator(evidence: RestartEvidence) -> LikelyCause | None:
         f"{', '.join(places[:PLACES_SHOWN])}{more(len(places[PLACES_SHOWN:]), 'line')}.",
         "draw it before attach, or give it a generator of its own; a batch drawn there belongs inside the loop. "
         f"For a DataLoader: {LOADER}",
+    )
+
+
+def _new_inputs(evidence: RestartEvidence) -> LikelyCause | None:
+    """Finds inputs that no step of the undisturbed run had, where nothing else explains them."""
+    if not evidence.is_first_step or not evidence.has(DifferenceKind.INPUTS):
+        return None
+    step, rank = evidence.difference.step, evidence.difference.rank
+    known = {digest for recorded in evidence.expected[rank].values() for digest in recorded.inputs}
+    if not known.isdisjoint(evidence.attempt.marks[step].inputs):
+        return None
+    if _loader_without_position(evidence) or _moved_generator(evidence):
+        return None
+    return LikelyCause(
+        "new-inputs",
+        f"step {step} got inputs that no step of the undisturbed run had: their order, or the inputs themselves, were "
+        "drawn anew at the restart.",
+        f"{LOADER}; for draws of your own, a torch.Generator in state=",
     )
 
 
@@ -281,6 +299,7 @@ AFTER_RESTART: Final[Sequence[RestartRule]] = (
     _other_inputs,
     _loader_without_position,
     _moved_generator,
+    _new_inputs,
     _other_settings,
     _regrouped_sums,
     _own_objects,
