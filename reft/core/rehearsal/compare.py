@@ -95,7 +95,7 @@ def unseeded_generators(expected: Mapping[int, AttachRecord], actual: Mapping[in
 
 
 def first_difference(expected: RankMarks, actual: RankMarks, unseeded: Iterable[str] = ()) -> MarkDifference | None:
-    """Returns the first difference in the steps that both runs have; None if there is none.
+    """Returns the first difference in steps of both runs; None if there is none.
 
     Args:
         expected: the marks of the undisturbed run.
