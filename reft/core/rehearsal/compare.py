@@ -145,6 +145,6 @@ def restored_difference(
 
 
 def steps_of(marks_by_rank: RankMarks) -> tuple[int, int]:
-    """Returns the first and the last step of all ranks; (0, 0) if there is none."""
+    """Returns the first and the last step of all ranks, else (0, 0)."""
     common = set.intersection(*(set(marks) for marks in marks_by_rank.values())) if marks_by_rank else set()
     return (min(common), max(common)) if common else (0, 0)
