@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("reft")
 CLOSE_WAIT_S = 2.0
+REHEARSAL_WAIT_S = 1.0
 UNPROTECTED = {**NO_COUNTS, "protected_step": -1, "turn_s": -1.0}
 NO_RECORDS = {"records": 0, "records_torn": 0, "records_missed": 0, "record_bytes": 0, "recorded_mark": -1}
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
@@ -155,6 +156,8 @@ class SnapshotWindow:
                 self.cadence.restart()
             self.snapshots = reviewed
         if self.rehearsal is not None and self.snapshots is not None:
+            # A fast loop would skip snapshots, and no restart could begin near the kill.
+            self.snapshots.wait(self._taken_step, REHEARSAL_WAIT_S)
             self.rehearsal.mark(self.step, self.snapshots)
         if self.snapshots is not None and self.snapshots.recorder is not None:
             self.snapshots.recorder.mark(self.step, self.stepping is Stepping.CALLED)
