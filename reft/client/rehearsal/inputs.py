@@ -1,7 +1,9 @@
 """Digests of the models' inputs, and of the generators at the first forward.
 
-A forward pre-hook of each outermost tracked module sees the arguments as the script passes them. A
-module that is called inside a compiled one calls no hook: then there are no inputs.
+A forward pre-hook of each outermost tracked module sees the arguments as the script passes them.
+Trainers such as Lightning call parts of that module instead, so its children have the hook too, and
+count outside of its forward. A module that is called inside a compiled one calls no hook: then
+there are no inputs.
 """
 
 from __future__ import annotations
@@ -41,15 +43,23 @@ class ForwardInputs:
         self._digests: list[str] = []
         self._rest: xxhash.xxh3_64 | None = None
         self._at_forward: dict[str, str] | None = None
+        self._running = 0  # forwards of outermost modules that have begun, and not ended
+        models = outermost(modules)
         self._handles = [
-            module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
-            for module in outermost(modules)
+            *(each.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True) for each in models),
+            *(each.register_forward_hook(self._after_model) for each in models),
+            *(
+                child.register_forward_pre_hook(self._before_child, with_kwargs=True, prepend=True)
+                for each in models
+                for child in each.children()
+            ),
         ]
 
     def take(self) -> tuple[list[str], dict[str, str] | None]:
         """Returns the digests since the last mark, and the generators at the first forward."""
         digests = [*self._digests, *([self._rest.hexdigest()] if self._rest else [])]
         at_forward, self._digests, self._rest, self._at_forward = self._at_forward, [], None, None
+        self._running = 0  # a forward that raised has not ended
         return digests, at_forward
 
     def close(self) -> None:
@@ -57,9 +67,20 @@ class ForwardInputs:
         for handle in self._handles:
             handle.remove()
 
-    def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
+    def _before_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self._running += 1
+            self._record(args, kwargs)
+
+    def _after_model(self, *_: object) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self._running -= 1
+
+    def _before_child(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_dynamo_compiling() and not self._running:
+            self._record(args, kwargs)
+
+    def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if os.getpid() != self._pid or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return
         try:

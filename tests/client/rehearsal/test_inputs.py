@@ -87,10 +87,27 @@ def test_the_hooks_are_on_the_outermost_models_and_go(recorded):
 
 
 def test_inputs_of_a_wrapped_model_are_seen_once():
-    model = Model()
-    forward_inputs = ForwardInputs({"model.0": nn.Sequential(model), "model.1": model}, lambda: None, raises)
-    model(torch.zeros(1, 2))
-    assert forward_inputs.take()[0] == [], "the script calls the outermost one"
+    model, x = Model(), torch.zeros(1, 2)
+    wrapper = nn.Sequential(model)
+    forward_inputs = ForwardInputs({"model.0": wrapper, "model.1": model}, lambda: None, raises)
+    for _ in range(2):
+        wrapper(x)
+        assert forward_inputs.take()[0] == [tensor_digest(x)]
+
+
+def test_a_part_that_a_trainer_calls_itself_is_seen(recorded):
+    """Lightning calls training_step, which calls the parts."""
+    model, forward_inputs, firsts = recorded
+    x, y = torch.zeros(1, 2), torch.ones(1, 2)
+    model.inner(x)
+    model(y)
+    model.inner(x)
+    assert forward_inputs.take()[0] == [tensor_digest(each) for each in (x, y, x)] and len(firsts) == 1
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(1, 3))
+    assert len(forward_inputs.take()[0]) == 1
+    model.inner(x)
+    assert forward_inputs.take()[0] == [tensor_digest(x)], "the forward that raised is over"
 
 
 @pytest.mark.parametrize("attached", ["compiled", "original"])
