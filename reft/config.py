@@ -158,22 +158,32 @@ class Config:
                 f"lineage is {self.lineage!r}; it must have 16 hex digits.", "reft-cli list JOB shows them"
             )
         if self.load_transport not in ("gloo", "nccl"):
-            raise ConfigError(f"load_transport is {self.load_transport!r}; it can be gloo or nccl.")
+            raise ConfigError(
+                f"load_transport is {self.load_transport!r}; it can be gloo or nccl.", "REFT_LOAD_TRANSPORT=gloo"
+            )
         if self.slots and not 2 <= self.slots <= 16:
             raise ConfigError(
                 f"slots is {self.slots}; it can be 2 to 16, or 0 to let reft choose.", "slots=3, or REFT_SLOTS=3"
             )
-        for name in ("attach_deadline_s", "rpc_deadline_s", "seal_deadline_s"):
+        for name, remedy in (("attach_deadline_s", "120"), ("rpc_deadline_s", "2"), ("seal_deadline_s", "30")):
             if not 0 < getattr(self, name) < 1e6:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and below a million seconds.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be above 0 and below a million seconds.",
+                    f"REFT_{name.upper()}={remedy}",
+                )
         if not 0 < self.overhead_budget < 1:
             raise ConfigError(
-                f"overhead_budget is {self.overhead_budget}; it is a share of time, above 0 and below 1.", "0.001"
+                f"overhead_budget is {self.overhead_budget}; it is a share of time, above 0 and below 1.",
+                "REFT_OVERHEAD_BUDGET=0.001",
             )
         if not 0 <= self.mtbf_s < math.inf:
-            raise ConfigError(f"mtbf_s is {self.mtbf_s}; it is a number of seconds, or 0 if it is not known.", "0")
+            raise ConfigError(
+                f"mtbf_s is {self.mtbf_s}; it is a number of seconds, or 0 if it is not known.", "REFT_MTBF_S=0"
+            )
         if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
-            raise ConfigError(f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of 4096.")
+            raise ConfigError(
+                f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of 4096.", "REFT_CHUNK_BYTES=256KiB"
+            )
         if self.parity_scratch_bytes < 1 << 20:
             raise ConfigError(
                 f"parity_scratch_bytes is {self.parity_scratch_bytes}; it must be at least 1 MiB.",

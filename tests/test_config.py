@@ -137,3 +137,19 @@ def test_durations_have_a_unit(text, seconds):
 def test_other_texts_are_no_durations(text):
     with pytest.raises(ConfigError, match=r"duration|longer"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RUNTIME_DIR", "run"), ("MODE", "on"), ("RESTORE", "old"), ("GENERATORS", "none"), ("LOAD_TRANSPORT", "mpi"),
+        ("SLOTS", "1"), ("ATTACH_DEADLINE_S", "0"), ("RPC_DEADLINE_S", "-1"), ("SEAL_DEADLINE_S", "1e9"),
+        ("OVERHEAD_BUDGET", "1"), ("MTBF_S", "-1"), ("CHUNK_BYTES", "5000"), ("PARITY_SCRATCH_BYTES", "4k"),
+    ],
+)  # fmt: skip
+def test_the_remedy_of_each_setting_is_accepted(name, value):
+    with pytest.raises(ConfigError) as refused:
+        Config.load({f"REFT_{name}": value})
+    variable, _, remedy = refused.value.hint.rpartition(" ")[2].partition("=")
+    assert variable == f"REFT_{name}"
+    Config.load({variable: remedy})

@@ -13,9 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from reft.cli.main import main
-from reft.errors import ReftError
+from reft.errors import ConfigError, ReftError
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import claim_folder
+from reft_daemon.main import persist_settings
+from reft_daemon.persist.persist_key import read_key
 from tests.cli.test_main import make_job
 from tests.support.daemons import ROOT, DaemonProcess, until
 
@@ -93,3 +96,27 @@ def test_a_daemon_that_does_not_run(tmp_path):
 def test_the_daemon_of_attach_that_does_not_run(tmp_path):
     failed = CliRunner().invoke(main, ["status"], env={"REFT_RUNTIME_DIR": str(tmp_path), "REFT_DAEMON": ""})
     assert (failed.exit_code, "\nFix: start a job: attach starts this daemon" in failed.stderr) == (10, True)
+
+
+def test_files_that_others_can_read_or_write(tmp_path):
+    folder, key = tmp_path / "slots", tmp_path / "key"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    key.write_bytes(bytes(32))
+    key.chmod(0o644)
+    for path, take in ((folder, claim_folder), (key, read_key)):
+        with pytest.raises(ConfigError) as refused:
+            take(path)
+        subprocess.run(refused.value.hint.split(), check=True)
+        assert take(path)
+
+
+@pytest.mark.parametrize(
+    ("root", "every", "keep"), [("", "30m", 3), ("/shared/reft", "30m", 0)], ids=["without a folder", "none kept"]
+)
+def test_flags_of_checkpoints(root, every, keep):
+    with pytest.raises(ConfigError) as refused:
+        persist_settings(root, every, keep, "0", False, "25s")
+    option, value = refused.value.hint.removeprefix("add ").split()
+    given = {"--persist": "/shared/reft" if value == "DIR" else value} if option == "--persist" else {"--keep": value}
+    assert persist_settings(given.get("--persist", root), every, int(given.get("--keep", keep)), "0", False, "25s")

@@ -125,7 +125,7 @@ def variables() -> set[str]:
     read = {f"REFT_{each.name.upper()}" for each in fields(Config)}
     read |= {f"REFT_{option[2:].replace('-', '_').upper()}" for option in options_of(daemon)}
     read |= {str(each.envvar) for verb in main.commands.values() for each in verb.params if each.envvar}
-    return read | set(re.findall(r'\bget\("(REFT_[A-Z_]+)"', (ROOT / "reft/config.py").read_text()))
+    return read | {"REFT_X"} | set(re.findall(r'\bget\("(REFT_[A-Z_]+)"', (ROOT / "reft/config.py").read_text()))
 
 
 def wrong_commands(text: str) -> list[str]:
