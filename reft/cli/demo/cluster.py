@@ -275,10 +275,15 @@ def await_daemon(node: PretendNode) -> None:
     raise DemoError(f"the daemon of {node.name} did not start:\n{node.log.read_text(errors='replace')[-2000:]}")
 
 
-def short_folder(prefix: str = PREFIX) -> Path:
-    """Returns a new folder for sockets, with a short path: socket paths have a limit."""
+def short_folder(prefix: str = PREFIX, longest: str = "daemon.sock.ln") -> Path:
+    """Returns a new folder for sockets, with a short path: socket paths have a limit.
+
+    Args:
+        prefix: of the folder's name.
+        longest: the longest path of a socket in the folder.
+    """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
-    if len(os.fsencode(folder / "daemon.sock.ln")) <= rpc.UNIX_PATH_MAX:
+    if len(os.fsencode(folder / longest)) <= rpc.UNIX_PATH_MAX:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))

@@ -30,7 +30,8 @@ from reft.wire.v1 import daemon_pb2 as pb
 POLL_S = 0.02
 STATUS_S = 2.0
 WHOLE_S = 2.0  # so long the kill waits for its own step to be whole; then an earlier one will do
-KILLS = ("rank", "all", "daemon")
+# A loader's workers listen on such sockets of Python's multiprocessing.
+LONGEST_SOCKET = "tmp/pymp-12345678/listener-12345678"
 LOG_LINES = 25
 # Settings that would join the run to another daemon, job or storage.
 _REPLACED: Final = {"daemon", "runtime_dir", "job", "failpoints", "restore", "lineage", "rehearse"}
@@ -66,7 +67,7 @@ class RehearsedTraining:
     def __init__(
         self, name: str, command: RehearsedCommand, logs: Path, timeout_s: float, stop_after: int | None = None
     ) -> None:
-        self.folder = short_folder("reft-rehearse-")
+        self.folder = short_folder("reft-rehearse-", LONGEST_SOCKET)
         self._slots = slots_folder(0, self.folder, "reft-rehearse-")
         self._clean_up = clean_up.start([self.folder, self._slots])
         self._command = command

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 
 import pytest
 
+from reft.cli.demo.cluster import short_folder
 from reft.cli.rehearse.records import RecordReader, RehearsalError, parse
 from reft.cli.rehearse.report import difference_words
-from reft.cli.rehearse.training import check_one_host, command_in, own_environment
+from reft.cli.rehearse.training import LONGEST_SOCKET, check_one_host, command_in, own_environment
 from reft.core.rehearsal.compare import DifferenceKind, MarkDifference
 from reft.core.rehearsal.records import AliveObject, AliveRecord, AttachRecord, MarkRecord, MoveRecord
 from reft.errors import ConfigError, FormatError
+from reft.wire import rpc
 
 ATTACH = {
     "kind": "attach", "rank": 0, "step": 3, "world": 2, "pid": 7, "restored_from": "memory", "time": 1.5,
@@ -98,6 +102,15 @@ def test_a_program_is_found_in_path_or_by_its_own_path(tmp_path):
         (tmp_path / name).write_text("")
     assert command_in(["python"], tmp_path, tmp_path / "a").arguments == ["python"]
     assert command_in(["bin/python"], tmp_path, tmp_path / "b").arguments == [str(tmp_path / "bin/python")]
+
+
+def test_a_loader_can_listen_in_the_folder_of_a_run(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = short_folder("reft-rehearse-", LONGEST_SOCKET)
+    folder.rmdir()
+    assert not folder.is_relative_to(long) and len(os.fsencode(folder / LONGEST_SOCKET)) <= rpc.UNIX_PATH_MAX
 
 
 @pytest.mark.parametrize(("values", "fits"), [([], True), (["--nnodes=1"], True), (["--nnodes", "1:4"], True),

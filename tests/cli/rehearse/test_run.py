@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,8 @@ STEPS = "12"
 
 @pytest.fixture
 def rehearse(tmp_path, monkeypatch):
-    """Returns a function that runs `reft-cli rehearse`; all files go to the test's own folder."""
-    temporary = tmp_path / "t"
-    temporary.mkdir()
+    """Yields a function that runs `reft-cli rehearse`; all files go to a folder of the test."""
+    temporary = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short, so that no socket lies elsewhere
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), "REFT_PERSIST": "/nowhere"}
 
@@ -38,7 +39,8 @@ def rehearse(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
     run.start, run.temporary = start, temporary
-    return run
+    yield run
+    shutil.rmtree(temporary)
 
 
 def left(folder: Path) -> list[str]:
