@@ -155,7 +155,7 @@ def test_stages_are_made_like_the_leaves_of_a_snapshot():
         (1 << 5000, "5001 bits"),
         ({Point(1): 1, frozenset(): 2}, "key of type"),
     ],
-    ids=repr,
+    ids=lambda each: type(each).__name__ if not isinstance(each, str) else each.replace(" ", "-"),
 )
 def test_a_value_that_cannot_be_held_is_refused_by_its_name(value, text):
     with pytest.raises(UnsupportedState, match=r"^value 'bad(/0)?' of reft.Values can't be held: ") as refused:
