@@ -64,7 +64,7 @@ def test_an_equal_run_leaves_nothing(rehearse, tmp_path):
     [
         ("prefetch", 1, ["DIFFERENT", "an input of the model", "fetched before the mark is lost", "reft.Values"]),
         ("random", 2, ["NOT DETERMINISTIC BY ITSELF", "step 1, rank 0: an input of the model", "nothing seeds"]),
-        ("fresh", 1, ["DIFFERENT", "attach restored nothing"]),
+        pytest.param("fresh", 1, ["DIFFERENT", "attach restored nothing"], marks=pytest.mark.slow),
         ("forgotten", 1, ["FORGOTTEN: bit-equal through step 12", 'state={"ema": ema}']),
     ],
 )
@@ -87,6 +87,7 @@ def test_a_script_that_fails_by_itself(rehearse):
     assert f"Logs and records are in {logs}." in error["message"]
 
 
+@pytest.mark.slow
 def test_a_shorter_script_is_rehearsed_as_far_as_it_goes(rehearse):
     done = rehearse("--", *TRAINER, "--steps", "8")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -100,6 +101,7 @@ def test_a_script_without_marks(rehearse):
     assert "call reft.attach" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_has_a_deadline(rehearse):
     done = rehearse("--timeout", "4", "--", *TRAINER, "--step-s", "30")
     assert done.returncode == 1
@@ -109,7 +111,7 @@ def test_a_run_has_a_deadline(rehearse):
 @pytest.mark.parametrize(
     ("kill", "words"),
     [
-        ("rank", ["agent begins", "agent restarts", "daemon lives"]),
+        pytest.param("rank", ["agent begins", "agent restarts", "daemon lives"], marks=pytest.mark.slow),
         ("all", ["agent begins", "agent begins", "daemon lives"]),
         ("daemon", ["agent begins", "agent restarts", "daemon is dead"]),
     ],
@@ -145,6 +147,7 @@ def test_a_signal_leaves_nothing(rehearse, number, code):
     assert clean_up.marked(runs[0]) == []
 
 
+@pytest.mark.slow
 def test_a_killed_rehearsal_leaves_only_its_logs(rehearse):
     process = rehearse.start("--", *TRAINER)
     until(lambda: any(rehearse.temporary.rglob("a.0.jsonl")), 60, "that run A trains")
