@@ -47,6 +47,7 @@ def kinds(report: dict) -> list[str]:
     return [cause["kind"] for cause in report["causes"]]
 
 
+@pytest.mark.slow  # test_quickstart types this command
 @pytest.mark.timeout(600)
 def test_the_quickstart_passes(tmp_path):
     assert passed(rehearsed(tmp_path, sys.executable, "examples/quickstart.py"))
@@ -91,9 +92,11 @@ def test_other_kills_pass(tmp_path, kill):
     assert passed(rehearsed(tmp_path, *TORCHRUN, "examples/ddp.py", kill=kill))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("script", ["quickstart", "ddp", "fsdp2", "zero1", "hsdp"])
+@pytest.mark.parametrize(
+    "script",
+    ["quickstart", "fsdp2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ddp", "zero1", "hsdp"))],
+)
 def test_the_examples_pass_on_two_ranks(tmp_path, script):
     assert passed(rehearsed(tmp_path, *TORCHRUN, f"examples/{script}.py"))
 

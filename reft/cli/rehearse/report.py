@@ -78,7 +78,7 @@ def _notes(report: RehearsalReport) -> Iterator[str]:
     compared = counted(result.compared, "step")
     yield from _field("compared", f"{compared} after the kill, on {every(result.ranks, 'rank')}")
     if result.unseeded and result.outcome is not RehearsalOutcome.NOT_DETERMINISTIC:
-        yield from _field("not seeded", f"{', '.join(result.unseeded)}: other in each run, so not compared")
+        yield from _field("set aside", f"{', '.join(result.unseeded)}: other in each run, so not compared")
     if result.outcome in (RehearsalOutcome.EQUAL, RehearsalOutcome.FORGOTTEN):
         for each in result.suspects:
             yield from _field("look", f"the {each.kind} {each} is not in state=: restarts make it anew")

@@ -73,7 +73,6 @@ def _forward_names(expected: MarkRecord, actual: MarkRecord) -> list[str]:
     return differing(expected.at_forward, actual.at_forward)
 
 
-# The generators are compared but for those that each run seeds anew.
 _NAMES_BY_KIND: Final[Mapping[DifferenceKind, Callable[[MarkRecord, MarkRecord], list[str]]]] = {
     DifferenceKind.FORWARD_GENERATORS: _forward_names,
     DifferenceKind.INPUTS: _input_names,
@@ -82,7 +81,13 @@ _NAMES_BY_KIND: Final[Mapping[DifferenceKind, Callable[[MarkRecord, MarkRecord],
     DifferenceKind.LEAVES: lambda expected, actual: differing(expected.leaves, actual.leaves),
     DifferenceKind.MARK_GENERATORS: lambda expected, actual: differing(expected.generators, actual.generators),
 }
-_OF_GENERATORS: Final = (DifferenceKind.FORWARD_GENERATORS, DifferenceKind.MARK_GENERATORS)
+STATE_PREFIX: Final = "state="
+# kind → what stands before a name in the names that are not compared
+_SET_ASIDE: Final[Mapping[DifferenceKind, str]] = {
+    DifferenceKind.FORWARD_GENERATORS: "",
+    DifferenceKind.STATE: STATE_PREFIX,
+    DifferenceKind.MARK_GENERATORS: "",
+}
 
 
 def unseeded_generators(expected: Mapping[int, AttachRecord], actual: Mapping[int, AttachRecord]) -> frozenset[str]:
@@ -94,13 +99,26 @@ def unseeded_generators(expected: Mapping[int, AttachRecord], actual: Mapping[in
     return frozenset(name for rank in ranks for name in differing(expected[rank].generators, actual[rank].generators))
 
 
+def drifting_state(expected: RankMarks, actual: RankMarks, unseeded: Iterable[str]) -> frozenset[str]:
+    """Returns entries of state= that differ in two fresh starts that are equal in all else.
+
+    Such an entry holds a time, or the state of a generator that each run seeds anew.
+    """
+    ignored = set(unseeded)
+    while (difference := first_difference(expected, actual, ignored)) is not None:
+        if difference.kinds != {DifferenceKind.STATE}:
+            return frozenset()
+        ignored |= {STATE_PREFIX + name for name in difference.names}
+    return frozenset(ignored - set(unseeded))
+
+
 def first_difference(expected: RankMarks, actual: RankMarks, unseeded: Iterable[str] = ()) -> MarkDifference | None:
     """Returns the first difference in steps of both runs; None if there is none.
 
     Args:
         expected: the marks of the undisturbed run.
         actual: the marks of the other run.
-        unseeded: generators that are not compared.
+        unseeded: generators, and entries of state=, that are not compared.
     """
     ignored = set(unseeded)
     for step in sorted({step for marks in actual.values() for step in marks}):
@@ -109,8 +127,8 @@ def first_difference(expected: RankMarks, actual: RankMarks, unseeded: Iterable[
             if step in expected[rank] and step in actual[rank]:
                 for kind, compared in _NAMES_BY_KIND.items():
                     found = compared(expected[rank][step], actual[rank][step])
-                    if kind in _OF_GENERATORS:
-                        found = [name for name in found if name not in ignored]
+                    if kind in _SET_ASIDE:
+                        found = [name for name in found if _SET_ASIDE[kind] + name not in ignored]
                     if found:
                         names[kind, rank] = found
         if names:

@@ -16,8 +16,10 @@ from reft.core.rehearsal.causes import (
     nothing_restored,
 )
 from reft.core.rehearsal.compare import (
+    STATE_PREFIX,
     MarkDifference,
     RankMarks,
+    drifting_state,
     first_difference,
     restored_difference,
     steps_of,
@@ -48,7 +50,7 @@ class RehearsalResult:
         recovery_s: seconds from the kill to the end of the next step on all ranks.
         difference: the first one; None without one.
         causes: the most telling one first; empty if none is known.
-        unseeded: generators that each run seeds anew, and that were not compared.
+        unseeded: what is other in each run, and was not compared: generators, and `state=NAME`.
         suspects: objects that are alive and not in state=, and may need to be.
         busiest: the step after the restart with the most input tensors, if others have fewer.
     """
@@ -113,12 +115,15 @@ def judge(undisturbed: Attempts, killed: Attempts, *, killed_s: float, last_step
     alive = _distinct(
         [each for runs in (undisturbed, killed) for rank in runs.values() for one in rank for each in one.alive]
     )
-    before = first_difference(expected, _until(first_marks(killed), last_step), unseeded)
+    begun_marks = _until(first_marks(killed), last_step)
+    unseeded |= drifting_state(expected, begun_marks, unseeded)
+    before = first_difference(expected, begun_marks, unseeded)
     difference = before or restored_difference(expected, restarted, unseeded)
     if before:
         outcome = RehearsalOutcome.NOT_DETERMINISTIC
         samples = {run[before.rank][0].attach.hash_sample for run in (undisturbed, killed)}
-        drawn = {name: _is_drawn(undisturbed[before.rank][0], name) for name in sorted(unseeded)}
+        generators = sorted(name for name in unseeded if not name.startswith(STATE_PREFIX))
+        drawn = {name: _is_drawn(undisturbed[before.rank][0], name) for name in generators}
         causes = causes_before(before, drawn, other_hash=len(samples) > 1)
     elif lost := nothing_restored(restarted):
         outcome, causes = RehearsalOutcome.DIFFERENT, [lost]

@@ -9,6 +9,7 @@ import pytest
 from reft.core.rehearsal.compare import (
     DifferenceKind,
     differing,
+    drifting_state,
     first_difference,
     restored_difference,
     steps_of,
@@ -80,6 +81,16 @@ def test_a_generator_that_attach_did_not_bring_back_is_named_as_that():
 def test_generators_may_be_put_back_after_attach():
     restarted = {0: attempt(4, 9, generators={"torch": "wrong", "python": "p"})}
     assert restored_difference({0: marks(1, 9)}, restarted) is None
+
+
+def test_an_entry_of_state_that_each_run_makes_anew_is_no_difference():
+    expected = {0: {step: mark(step, state={"data": "d", "log": f"a{step}"}) for step in range(1, 6)}}
+    actual = {0: {step: mark(step, state={"data": "d", "log": f"b{step}"}) for step in range(1, 6)}}
+    assert drifting_state(expected, actual, ()) == {"state=log"}
+    assert first_difference(expected, actual, {"state=log"}) is None
+    assert first_difference(expected, actual, {"log"}).names == ["log"]
+    actual[0][4] = replace(actual[0][4], leaves={})
+    assert drifting_state(expected, actual, ()) == frozenset()
 
 
 def test_names_that_one_side_lacks_differ():
