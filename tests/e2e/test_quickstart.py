@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import ROOT, Reader
+from tests.support.daemons import purge_and_stop
 
 pytestmark = pytest.mark.timeout(600)
 EPOCH = re.compile(r"^epoch .*$", re.M)
@@ -23,17 +25,22 @@ def epochs_of(output: str) -> list[str]:
 
 
 @pytest.fixture
-def reader(environment, tmp_path) -> Reader:
+def reader(environment, tmp_path) -> Iterator[Reader]:
     """A reader in this environment, or in an empty one, into which they install reft."""
-    if environment == "this":
-        return Reader(tmp_path, SHORT)
-    checkout = tmp_path / "checkout"
+    reader = in_empty_environment(tmp_path) if environment == "empty" else Reader(tmp_path, SHORT)
+    yield reader
+    for socket in Path(reader.environment["REFT_RUNTIME_DIR"]).glob("daemon.sock"):  # if the test failed
+        purge_and_stop(socket)
+
+
+def in_empty_environment(folder: Path) -> Reader:
+    checkout = folder / "checkout"
     subprocess.run(["git", "clone", "-q", ROOT, checkout], check=True)
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    subprocess.run([tmp_path / "venv/bin/pip", "install", "-q", "torch==2.13.0"], check=True, timeout=500)
-    (tmp_path / "reader").mkdir()
-    path = os.pathsep.join([str(tmp_path / "venv/bin"), "/usr/bin", "/bin"])
-    reader = Reader(tmp_path / "reader", SHORT, PATH=path, PYTHONPATH="")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    subprocess.run([folder / "venv/bin/pip", "install", "-q", "torch==2.13.0"], check=True, timeout=500)
+    (folder / "reader").mkdir()
+    path = os.pathsep.join([str(folder / "venv/bin"), "/usr/bin", "/bin"])
+    reader = Reader(folder / "reader", SHORT, PATH=path, PYTHONPATH="")
     reader.folder = checkout
     reader.run("pip install .", timeout=550)
     return reader
