@@ -13,7 +13,7 @@ demo: $(READY)
 # End-to-end tests wait for a third of their time, so three of them run at once on two cores. Files with
 # a shared run stay together and begin first; other tests are distributed singly (tests/e2e/conftest.py).
 test: lint
-	$(BIN)/pytest -n 2 --dist worksteal -m $(QUICK) --ignore=tests/e2e
+	$(BIN)/pytest -n 3 --dist worksteal -m $(QUICK) --ignore=tests/e2e
 	$(BIN)/pytest -n 3 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
 
 # Each trainer has its own environment. Two run at a time, because ranks wait for one another.

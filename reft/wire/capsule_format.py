@@ -23,6 +23,7 @@ import json
 import math
 import re
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -241,6 +242,10 @@ def _unpack(node: Any, reader: _Reader, depth: int) -> Any:
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"{dtype!r} is no dtype of plain numbers")
     array = np.frombuffer(_cut(reader.blob, at, size), np.dtype(dtype)).reshape(shape).copy()
+    if array.dtype.kind == "U" and array.nbytes:
+        codes = array.reshape(-1).view(f"{array.dtype.byteorder}u4")
+        if codes.max() > sys.maxunicode:  # numpy does not check this, and no text can be made of it
+            raise ValueError(f"{codes.max()} is no character")
     if tag == "scalar":
         return array[()]
     if tag == "array":

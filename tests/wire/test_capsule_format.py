@@ -248,6 +248,7 @@ MALFORMED = [
     raw('{"array":["<i8",[1e400],0,8]}', b"abcdefgh"), raw('{"array":["<i8",[99999999999999999999],0,8]}', b"abcdefgh"),
      raw('{"array":["<i8","x",0,8]}', b"abcdefgh"),
     raw('{"tensor":["f",[Infinity],0,0]}'), raw('{"tensor":["f",[NaN],0,0]}'), raw('{"tensor":["f",[],0]}'),
+    raw('{"scalar":["<U1",[],0,4]}', b"\0\0\x11\0"), raw('{"array":[">U1",[1],0,4]}', b"\0\x11\0\0"),
     raw('{"nan":"00"}'), raw('{"nan":7}'), raw('{"nan":"zz"}'), raw('"\xed"')[:-1], b"\2\0\0\0\xff\xff",
 ]  # fmt: skip
 
