@@ -46,10 +46,10 @@ def test_training_goes_on_while_storage_is_frozen(storage: Path, site: Site, fro
         until(lambda: storage_of(daemons[0]).since_s > 1, what="a checkpoint that waits")
         held = storage_of(daemons[0])
         said = watch(daemons, frozen_s)
+        assert storage_of(daemons[0]).persisted == held.persisted
     finally:
         thawed_s = time.monotonic()
         thaw(storage)
-    assert storage_of(daemons[0]).persisted == held.persisted
     until(lambda: storage_of(daemons[0]).persisted > held.step, 90, what="a checkpoint after the thaw")
     longest = [
         (job.longest_step(began_s, frozen_at_s, rank), job.longest_step(frozen_at_s, thawed_s, rank))
