@@ -100,7 +100,7 @@ def unseeded_generators(expected: Mapping[int, AttachRecord], actual: Mapping[in
 
 
 def drifting_state(expected: RankMarks, actual: RankMarks, unseeded: Iterable[str]) -> frozenset[str]:
-    """Returns entries of state= that differ in two fresh starts that are equal in all else.
+    """Returns entries of state= that differ in two fresh starts, equal in all else.
 
     Such an entry holds a time, or the state of a generator that each run seeds anew.
     """
