@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import train_epochs
 from tests.support.daemons import DaemonProcess
-from tests.support.datasets import KINDS, WORKERS
+from tests.support.drawing_data import KINDS, WORKERS
 from tests.support.trainers import Spec, Trainers
 
 PLACES = ("mid-epoch", "last batch", "between epochs", "in validation")

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 import reft
 from reft.errors import ConfigError
 from reft.integrations.accelerate import Batches, attach
-from tests.support.datasets import Drawing
+from tests.support.drawing_data import Drawing
 
 
 class DataLoaderShard:

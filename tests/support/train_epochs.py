@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reft
-from tests.support.datasets import loader_of
+from tests.support.drawing_data import loader_of
 
 EPOCHS = 3
 DYING_EPOCH = 1

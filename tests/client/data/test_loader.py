@@ -26,7 +26,7 @@ from reft.client.state.host_state import HostState
 from reft.client.state.restored_generators import RestoredGenerators
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import ConfigError, LayoutChanged
-from tests.support.datasets import SAMPLES, Drawing, DrawingStream, loader_of
+from tests.support.drawing_data import SAMPLES, Drawing, DrawingStream, loader_of
 
 
 def resumable(seed: int = 0, **settings: Any) -> reft.ResumableLoader:

@@ -16,7 +16,7 @@ import torch
 import reft
 from reft.client.state import random_state, serialization
 from reft.client.state.restored_generators import RestoredGenerators
-from tests.support.datasets import KINDS, WORKERS, loader_of
+from tests.support.drawing_data import KINDS, WORKERS, loader_of
 
 EPOCHS = 3
 PLACES = ("mid-epoch", "last batch", "between epochs", "in validation")

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 
 import reft
 from reft.errors import LayoutChanged
-from tests.support.datasets import Drawing, DrawingStream
+from tests.support.drawing_data import Drawing, DrawingStream
 
 
 class Numbered(Drawing):

@@ -12,7 +12,7 @@ import reft
 from reft.client.state import random_state, serialization
 from reft.client.state.restored_generators import RestoredGenerators
 from reft.errors import LayoutChanged
-from tests.support.datasets import WORKERS, Drawing
+from tests.support.drawing_data import WORKERS, Drawing
 
 EPOCHS = 3
 
