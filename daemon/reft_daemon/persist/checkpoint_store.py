@@ -399,6 +399,6 @@ def has_ended(lineage: AnyFolder, job: str, key: bytes | None) -> bool:
     except FileNotFoundError:
         return False  # a new attach went on meanwhile
     except FormatError as error:
-        hint = error.hint or "remove it if nobody has purged the job"
+        hint = error.hint or "delete that file if the job was not purged"
         raise FormatError(f"{lineage.address(stored_names.ENDED)} is damaged: {error.message}", hint) from error
     return True

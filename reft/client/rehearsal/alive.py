@@ -3,9 +3,9 @@
     gc's objects ─► of a kind with state? ─► tracked, in state=, or a part of these? ─► their names
                                              no
 
-What only refers to tracked objects is no state of its own: wrappers of models and of optimizers are
-told by the memory of their tensors. A module counts only if its tensors change from the first mark
-to the second, or if its name says that it is an average.
+A wrapper of a tracked model or optimizer has no state of its own. The scan knows a wrapper by the
+memory of its tensors. Any other module counts if its tensors change from the first mark to the
+second, or if its name says that the module is an average.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ recompute ── differs, FAILURES_MAX times in a row ──► 1, 2, 4, … tur
     │ └─ equal: forgets the failures                     ▼
     └──────────────────────────────────────── one more attempt; differs: twice as many turns
 
-Under protect="auto" nobody has asked for copies, so a `ReplayMeter` counts the first turns. The
+With protect="auto" the user did not ask for copies. A `ReplayMeter` counts the first turns. The
 exchange makes the lane for good in three cases: replays fail FAILURES_MAX times in a row; too few
 turns are recomputed; a replay needs more than a core, or more time than two whole steps are apart.
 """
