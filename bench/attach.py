@@ -65,7 +65,7 @@ def parts() -> dict[str, float]:
 
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
     tensor_index = timed("find tensors", tracked.bind)
-    predicted = timed("predict the optimizer's", tracked.predict)
+    predicted = timed("predict the optimizer's", lambda: tracked.predict(tensor_index.names))
     leaves = [*tensor_index.leaves(), *predicted]
     layout = timed("pack and digest", lambda: pack(leaves))
     form = timed("symbolic table", lambda: symbolic.symbolic_form(leaves))

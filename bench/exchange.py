@@ -44,7 +44,7 @@ from reft.client.attach.rank_table import (
     RankTable,
 )
 from reft.client.link.exchange import RankMessage, from_json, to_json
-from reft.client.link.rank_group import broadcast_ranks
+from reft.client.link.rank_group import LENGTH_BYTES, SHORT_BYTES, broadcast_ranks
 from reft.client.snapshot.replica_check import all_match
 from reft.config import Config
 from reft.core.coding.placement import exposures
@@ -160,11 +160,11 @@ class Clock:
 
 
 def received(messages: list[str]) -> int:
-    """Returns the bytes that a rank receives in one exchange: sizes, messages, padding."""
-    widths = [len(message) for message in messages]
-    alone = broadcast_ranks(widths)
-    rest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
-    return 8 * len(widths) + len(widths) * rest + sum(widths[rank] for rank in alone)
+    """Returns the bytes that a rank receives in one exchange: heads, rests of messages, padding."""
+    rests = [max(len(message) - SHORT_BYTES, 0) for message in messages]
+    alone = broadcast_ranks(rests)
+    widest = max((rest for rank, rest in enumerate(rests) if rank not in alone), default=0)
+    return len(rests) * (LENGTH_BYTES + SHORT_BYTES + widest) + sum(rests[rank] for rank in alone)
 
 
 def infos_of(job: Job) -> tuple[list[RankInfo], list[symbolic.PatternTable]]:
@@ -251,7 +251,7 @@ def measure(job: Job) -> dict[str, Any]:
     held, index = clock("tables", lambda: layouts_of(manifest))
     if held[index[0]] != pack(leaves):
         raise RuntimeError(f"{job.name}: the layout of rank 0 differs from its report")
-    division = clock("cells", lambda: division_of(manifest, INLINE_BYTES_MAX, ()))
+    division = clock("cells", lambda: division_of(layouts_of(manifest), INLINE_BYTES_MAX, ()))
     cells = [[f"{cell:016x}" for cell in division.cells_of[digest]] for digest in division.layout_of]
     sent = [json.dumps({"ok": {"cells": each}}) for each in cells]
     nbytes += received(sent)

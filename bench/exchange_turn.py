@@ -72,7 +72,7 @@ from bench.result import Row
 from reft.core.coding.exchange import GuardLane, guard_lanes, requested_losses
 from reft.core.commit.version import Epoch, Version
 from reft.wire import rpc
-from reft.wire.slot_format import PAGE, Geometry, chunk_digest
+from reft.wire.slot_format import PAGE, Bytes, Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import Arena, SlotFile
@@ -241,10 +241,17 @@ class TwoNodes:
 
     def check(self, kind: str) -> None:
         """Raises RuntimeError unless the parity is what a kind of mover makes."""
-        data = self.parity.map.data
-        is_right = np.array_equal(data, self.source.map.data) if kind == MOVER else not data.any()
+        data = data_of(self.parity)
+        is_right = np.array_equal(data, data_of(self.source)) if kind == MOVER else not data.any()
         if not is_right:
             raise RuntimeError(f"{NAMES[kind]}: the parity is wrong")
+
+
+def data_of(slot: SlotFile) -> Bytes:
+    """Returns a copy of a slot's data."""
+    data = np.empty(slot.map.header.geometry.data_capacity, np.uint8)
+    slot.map.read(0, data)
+    return data
 
 
 @contextmanager
@@ -258,9 +265,9 @@ def two_nodes(nbytes: int) -> Iterator[TwoNodes]:
         (parity,) = arena.create(JOB, 1, {"parity-1.slot-0": Geometry(0, lane.parity_bytes, CHUNK)}, [])
         slot = source.map
         slot.begin(VERSION, b"l" * 16, b"", nbytes)
-        slot.data[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+        slot.write(0, np.random.default_rng(0).integers(0, 256, nbytes, np.uint8))
         slot.landed()
-        slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+        slot.sealed(np.fromiter(slot.digests_of(0, slot.chunks), np.uint64))
         try:
             yield TwoNodes(nbytes, lane, source, parity)
         finally:
@@ -554,7 +561,7 @@ def measure_turn(members: int, section: int) -> OneTurn:
     """Makes one turn of so many nodes, each with a daemon and a rank that wrote a slot."""
     site = Site()
     try:
-        job = ShardedJob(site.add(members), [section] * members, os.getpid()).begin()
+        job = ShardedJob(site.add(members), [section] * members).begin()
         before = loopback_bytes()
         job.seal(1)
         job.await_protected(1)

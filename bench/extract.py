@@ -58,12 +58,13 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
+    names = tracked.names()
     parameters = len(list(model.parameters()))
     attach = {
         "names": least(tracked.names),
         "bindings": least(tracked.bind),
-        "foreseen state": least(tracked.predict),
-        "layout, all included": least(lambda: pack([*tracked.bind().leaves(), *tracked.predict()]).digest),
+        "foreseen state": least(lambda: tracked.predict(names)),
+        "layout, all included": least(lambda: pack([*tracked.bind().leaves(), *tracked.predict(names)]).digest),
     }
     print(f"{parameters} parameters")
     print("attach: " + ", ".join(f"{name} {value:.3f} s" for name, value in attach.items()))

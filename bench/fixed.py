@@ -1,10 +1,12 @@
 """What a snapshot costs beside its bytes: CPU time of trainer and daemon, for a state of 0.3 MB.
 
     python bench/fixed.py [--steps N] [--layers L] [--json FILE]
-    python bench/fixed.py --parameters 1000 5000 20000 75000 [--steps N] [--json FILE]
+    python bench/fixed.py --parameters 1000 5000 20000 75000 [--device cuda|cpu] [--steps N]
+                          [--json FILE]
 
 The second form measures the mark alone, for models of so many parameters of 4 elements each, as
 experts of a mixture have them: the CPU time of the training thread at a mark that takes a snapshot.
+With `--device cuda` the mark also enqueues the copies of all these tensors.
 
 Blocks of steps with and without snapshots take turns. The difference is the cost of a snapshot. It
 comes from the CPU clocks of both processes and of the training thread. So other processes on the
@@ -95,10 +97,10 @@ def experts(parameters: int) -> nn.Module:
     return nn.ModuleList(nn.ModuleList(expert() for _ in range(n)) for n in (*[EXPERTS] * layers, rest) if n)
 
 
-def mark_times(address: str, parameters: int, optimizer_name: str, steps: int) -> list[float]:
+def mark_times(address: str, parameters: int, optimizer_name: str, steps: int, device: str) -> list[float]:
     """Returns the milliseconds of each of so many marks, after three others."""
     torch.set_num_threads(1)
-    model = experts(parameters)
+    model = experts(parameters).to(device)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters(), lr=0.1)
     job = f"mark-{parameters}-{optimizer_name}"
     session = reft.attach(model, optimizer, job=job, daemon=address, protect="none", every=1)
@@ -107,6 +109,8 @@ def mark_times(address: str, parameters: int, optimizer_name: str, steps: int) -
     times = []
     for _ in range(steps + 3):
         optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()  # a full queue of the device would make the mark wait
         began = time.thread_time()
         session.step_end()
         times.append(1000 * (time.thread_time() - began))
@@ -121,7 +125,7 @@ def measure_marks(options: argparse.Namespace) -> None:
     with common.daemon() as (address, _):
         for name in OPTIMIZERS:
             for parameters in options.parameters:
-                times = mark_times(address, parameters, name, options.steps)
+                times = mark_times(address, parameters, name, options.steps, options.device)
                 goal = MARK_GOALS.get(parameters)
                 limit = None if goal is None else f"<= {goal:.0f}"
                 figure = common.median(times)
@@ -134,12 +138,15 @@ def measure_marks(options: argparse.Namespace) -> None:
     if options.json:
         notes = [f"{options.steps} marks each, with a snapshot at each; CPU time of the training thread.",
                  "AdamW has four tensors for each parameter, SGD one."]  # fmt: skip
-        result.write(options.json, __file__, MARK_TITLE, rows, notes)
+        on_device = options.device == "cuda"
+        notes += [f"Device: {torch.cuda.get_device_name()}."] if on_device else []
+        result.write(options.json, __file__, MARK_TITLE + ", on CUDA" * on_device, rows, notes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--parameters", type=count, nargs="+", help="measure marks for so many parameters")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of these parameters")
     parser.add_argument("--steps", type=count, default=50, help="of a block")
     parser.add_argument("--layers", type=count, default=6)
     parser.add_argument("--json", type=output, help="write the figures to this file")

@@ -24,9 +24,9 @@ each kind does not count.
     in gaps     share of the bytes whose copy was placed into a wait
 
 Only torch and numpy must be installed. Without xxhash and protobuf there are substitutes
-(bench/plain.py), and the output names them. This program has not run on a GPU yet. On the CPU it
-shows that it works, not what it costs. Ends with 1 if a goal is missed. There is no goal on the
-CPU, where copies and compute share the cores.
+(bench/plain.py), and the output names them. On the CPU this program shows that it works, not what
+it costs. Ends with 1 if a goal is missed. There is no goal on the CPU, where copies and compute
+share the cores.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from bench import common, result
 from bench.options import count, listed, output
 from bench.result import Row
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
+from reft.client.restore.executor import LoadReport, TransferExecutor
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import GroupTransport
@@ -183,7 +183,8 @@ class Rank:
             CHUNK,
             PeerMessages(GroupTransport(self.group, DEADLINE_S), self.rank),
             slots,
-            LiveTarget(FlatTensorView(cell.leaves, cell.offsets, self.live), {cell_name(0): 0}),
+            FlatTensorView(cell.leaves, cell.offsets, self.live),
+            {cell_name(0): 0},
             StripeDecoder(),
             verifiers={self.rank: chunk_verifier(self.placement, self.rank, self.digests)} if is_lost else {},
         )

@@ -32,6 +32,8 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import Cell, Division
 from reft.core.layout.layout import Leaf, align, pack
+from reft.core.layout.sharing import SharedLeaves
+from reft.core.layout.symbolic import symbolic_form
 from reft.core.recovery.plan import (
     SlotReaders,
     TransferOperation,
@@ -64,9 +66,9 @@ def placement_for(nodes: int) -> Placement:
     for coordinate in range(COORDINATES):
         holders = tuple(range(coordinate, world, COORDINATES))
         for cell in range(CELLS):
-            leaf = Leaf(f"model.{coordinate}.{cell}", "float32", (1,), (1,), CELL_BYTES, False, (1,), (0,))
-            lanes.append(Lane(len(cells), 0, leaf.nbytes, holders, code, packet_bytes))
-            cells.append(Cell((leaf,), (0,), leaf.nbytes, holders))
+            form = symbolic_form([Leaf(f"{coordinate}.{cell}", "float32", (1,), (1,), CELL_BYTES, False, (1,), (0,))])
+            lanes.append(Lane(len(cells), 0, CELL_BYTES, holders, code, packet_bytes))
+            cells.append(Cell((SharedLeaves(form.table.patterns, form.cuts, CELL_BYTES),), CELL_BYTES, holders))
     cells_of = {digest: tuple(range(i * CELLS, (i + 1) * CELLS)) for i, digest in enumerate(digests)}
     layout_of = tuple(digests[rank % COORDINATES] for rank in range(world))
     nothing = pack([])

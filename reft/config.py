@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from reft.errors import ConfigError
+from reft.folders import usable_folder
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*$", re.IGNORECASE)
 _UNITS_S = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 DURATION_MAX_S = 3660 * 86_400.0
+JOB_KEY_VARIABLES = ("REFT_JOB_KEY_FILE", "REFT_JOB_KEY")
+SECRET_VARIABLES = (*JOB_KEY_VARIABLES, "REFT_ETCD_PASSWORD")
 
 
 def parse_size(text: str) -> int:
@@ -225,10 +228,14 @@ def runtime_dir() -> Path:
 
     The usual variables can't be used. HOME may be read-only, or shared by several nodes.
     XDG_RUNTIME_DIR is removed when the user logs out. On many clusters each job has another TMPDIR.
-    In a changed folder restarted trainers would find no daemon, start another, and start fresh.
+    In a changed folder restarted trainers would find no daemon, start another, and start fresh. If
+    another user has taken the name, it is one folder beside it, see `usable_folder`.
+
+    Raises:
+        ConfigError: another user has taken the name, and no other folder can be made.
     """
     base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
-    return Path(base) / f"reft-{os.getuid()}"
+    return usable_folder(Path(base) / f"reft-{os.getuid()}")
 
 
 def slots_folder(socket: Path) -> Path:
@@ -237,7 +244,7 @@ def slots_folder(socket: Path) -> Path:
     There is one folder for each socket's path: the next daemon at this socket takes the slots over.
     """
     name = hashlib.blake2b(os.fsencode(socket.absolute()), digest_size=4).hexdigest()
-    return Path("/dev/shm") / f"reft-{os.getuid()}-{name}"
+    return usable_folder(Path("/dev/shm") / f"reft-{os.getuid()}-{name}")
 
 
 @dataclass(frozen=True)
@@ -252,6 +259,7 @@ class Launch:
         backend: --rdzv-backend, if the environment gave it.
         asked_id: --rdzv-id, if the environment gave it.
         restarts: how often the agent restarts the ranks.
+        is_keyed: whether the agent has a job key, and has told this node's daemon the job's token.
     """
 
     rank: int
@@ -265,6 +273,7 @@ class Launch:
     backend: str = ""
     asked_id: str = ""
     restarts: int = 0
+    is_keyed: bool = False
 
     @property
     def under_agent(self) -> bool:
@@ -287,12 +296,30 @@ class Launch:
             backend=source.get("PET_RDZV_BACKEND", ""),
             asked_id=source.get("PET_RDZV_ID", ""),
             restarts=int(source.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            is_keyed=source.get("REFT_KEYED") == "1",
         )
 
 
+def silence_grpc() -> None:
+    """Keeps gRPC's core from writing to stderr. Call it before grpc is imported.
+
+    The core writes a line for each handshake that fails, so a log would grow without limit. A value
+    that the user has set stays.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def child_environment(**changes: str) -> dict[str, str]:
-    """Returns this process's environment with `changes`, for a child process."""
-    return {**os.environ, **changes}
+    """Returns this process's environment with `changes`, for a child process.
+
+    Secrets stay here: no process that reft starts needs them.
+    """
+    return {**{name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}, **changes}
+
+
+def job_key_variables() -> dict[str, str]:
+    """Returns the variables that name this process's job key; see `reft.wire.job_key`."""
+    return {name: os.environ[name] for name in JOB_KEY_VARIABLES if name in os.environ}
 
 
 def allows_plain_http() -> bool:

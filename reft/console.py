@@ -9,10 +9,15 @@ from __future__ import annotations
 import logging
 import sys
 
+from reft.log_lines import escape
+
 
 def say(text: str) -> None:
-    """Writes lines to stderr, each with the name of reft before it."""
-    print("\n".join(f"[reft] {line}" for line in text.split("\n")), file=sys.stderr, flush=True)
+    """Writes lines to stderr, each with the name of reft before it.
+
+    Names of nodes and reasons of errors come from other nodes: characters of control are escaped.
+    """
+    print("\n".join(f"[reft] {escape(line)}" for line in text.split("\n")), file=sys.stderr, flush=True)
 
 
 class _Bare(logging.Handler):

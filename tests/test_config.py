@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,14 @@ def test_the_remedy_of_each_setting_is_accepted(name, value):
     variable, _, remedy = refused.value.hint.rpartition(" ")[2].partition("=")
     assert variable == f"REFT_{name}"
     Config.load({variable: remedy})
+
+
+@pytest.mark.parametrize(("wanted", "is_set"), [("", "NONE"), ("info", "info")])
+def test_a_daemon_silences_grpc_before_it_is_imported(wanted, is_set):
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    script = "import reft_daemon, os, sys; print(os.environ['GRPC_VERBOSITY'], 'grpc' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment | ({"GRPC_VERBOSITY": wanted} if wanted else {}),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [is_set, "False"]

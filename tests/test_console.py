@@ -30,3 +30,8 @@ def test_a_warning_is_printed_once_with_the_name_of_reft(configured, line):
 def test_each_line_of_a_message_has_the_name_of_reft(capfd):
     say("no daemon answers.\nFix: start reft-daemon")
     assert capfd.readouterr().err == "[reft] no daemon answers.\n[reft] Fix: start reft-daemon\n"
+
+
+def test_names_from_elsewhere_give_no_orders_to_a_terminal(capfd):
+    say("node \x1b[2Ja\r\x9b31m\u202e is silent")
+    assert capfd.readouterr().err == "[reft] node \\x1b[2Ja\\r\\x9b31m\\u202e is silent\n"

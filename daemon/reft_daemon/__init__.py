@@ -3,4 +3,8 @@
 The daemon does not import torch.
 """
 
+from reft.config import silence_grpc
+
+silence_grpc()  # here, because this module is imported before grpc
+
 __version__ = "0.1.0"

@@ -12,21 +12,16 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import grpc
-
-from reft.core.budget import format_bytes
-from reft.core.commit.decision import KNOWN_MAX
 from reft.core.membership.job_identity import check_name
-from reft.errors import AttachError, ConfigError, NoRoom, split_remedy
+from reft.errors import AttachError, ConfigError, NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import messages
-from reft.wire.messages import MANIFEST_MAX
+from reft.wire.local_socket import CallerProcess
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
-from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import UNLINKED, Arena, SlotFile
+from reft_daemon.arena.slices import run_in_slices
 from reft_daemon.jobs import epochs, leasing, persistence, trainers, undo
-from reft_daemon.jobs.capsule_replication import place_node
 from reft_daemon.jobs.changes import (
     TOLD_TO_MONITOR,
     TOLD_TO_REPORTS,
@@ -38,14 +33,17 @@ from reft_daemon.jobs.changes import (
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.scrub import ScrubCounts
 from reft_daemon.membership.heartbeats import HeartbeatService
+from reft_daemon.membership.retention import RetentionTimes, audit_freed, may_be_dropped
 from reft_daemon.mover.mover import Mover, MoverSettings
+from reft_daemon.peers.channels import PeerChannels
 from reft_daemon.peers.persists import PersistService
-from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, PeerChannels, RoundReplicator, reason_of
+from reft_daemon.peers.round_replicator import RoundReplicator, send_base_again
 from reft_daemon.peers.turns import TurnService
 from reft_daemon.persist.persister import PersistSettings
 
 log = logging.getLogger("reft.daemon")
 JOBS_MAX = 256
+DECISION_TRIES = 16  # each fails only if a rank here got or gave up a lease meanwhile
 PAUSE_S = 0.05  # shortest pause between two checks for expired jobs: --ttl may be 0
 
 
@@ -65,30 +63,6 @@ class FreedJob(NamedTuple):
 
 class UnknownJob(AttachError):
     """This daemon has no job of that name."""
-
-
-class RetentionTimes(NamedTuple):
-    """Seconds for which a job's slots are kept after its last trainer ended.
-
-    Attributes:
-        ended: for jobs that ended, and for all jobs without a name.
-        failed: for a named job with an unclosed session: people may have to be woken to start it
-            again.
-    """
-
-    ended: float
-    failed: float
-
-    def seconds_for(self, job: JobRecord) -> float:
-        """Returns a job's time to live.
-
-        On nodes without ranks of the job, the job counts as failed.
-        """
-        return self.failed if job.record.manifest.named and not job.are_all_closed else self.ended
-
-    def left_s(self, job: JobRecord) -> float:
-        """Returns for how many seconds an ended job's slots are kept yet."""
-        return max(0.0, self.seconds_for(job) - (time.monotonic() - job.ended_s))
 
 
 class Registry:
@@ -151,7 +125,7 @@ class Registry:
 
     def adopt(self) -> None:
         """Takes over the jobs that an earlier daemon left in the arena."""
-        for record in self.arena.records():
+        for record in self.arena.read_records():
             job = self.jobs[record.manifest.job] = JobRecord(self.arena, record, self.changes)
             epochs.adopt(job)
             self._start_replicator(job)
@@ -164,8 +138,10 @@ class Registry:
 
         Raises:
             UnknownJob: this daemon has no such job.
+            FormatError: the job's record is damaged.
         """
         if check_name(name) not in self.jobs:
+            self.arena.job_files.refuse_damaged(name)
             raise UnknownJob(f"this daemon holds no job {name!r}.")
         return self.jobs[name]
 
@@ -173,33 +149,29 @@ class Registry:
         """Takes the decision of a new attach. It creates the job if the job is new here.
 
         Raises:
-            ConfigError, FormatError: the manifest contradicts itself.
+            ConfigError, FormatError: the manifest contradicts itself, or the job's record here is
+                damaged.
             StaleEpoch: a newer decision is in force.
+            AttachError: the attach counts on slots of a job that is no longer held here.
         """
-        manifest = request.manifest
-        _check_decision(request)
-        name = manifest.job
-        placement = await place_node(manifest, request.node_index)
-        if name not in self.jobs:
-            if len(self.jobs) >= JOBS_MAX:
-                raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge JOB")
-            self.jobs[name] = JobRecord(self.arena, pb.JobRecord(manifest=manifest), self.changes)
-        job = self.jobs[name]
-        known_token = job.record.manifest.token
-        if known_token and known_token != manifest.token:
-            raise ConfigError(
-                f"this daemon holds job {name} with another token.",
-                f"choose another name, or free the old job: reft-cli purge {name}",
-            )
-        epochs.decide(job, request, placement)
-        if opened := self.persists.reader.take(name):
-            job.slots.close_stored()
-            job.slots.stored.update(opened)
-        if name in self._replicators:
-            self._replicators.pop(name).close()
-        self._start_replicator(job)
-        self.turns.release(name)
-        self.heartbeat_service.monitors.note_decision(job)
+        # A placement of thousands of ranks takes seconds. Nobody changes the request meanwhile.
+        placement = await asyncio.to_thread(epochs.place, request)
+        async with self.arena.job_files.deciding:
+            for _ in range(DECISION_TRIES):
+                job = job_to_decide(self, request)
+                if await run_in_slices(epochs.decide(job, request, placement)):
+                    break  # in force: what follows belongs to the same slice
+            else:
+                raise AttachError(f"job {request.manifest.job} changes all the time on this node.", "try again")
+            self.jobs[job.id] = job
+            if opened := self.persists.reader.take(job.id):
+                job.slots.close_stored()
+                job.slots.stored.update(opened)
+            if job.id in self._replicators:
+                self._replicators.pop(job.id).close()
+            self._start_replicator(job)
+            self.turns.release(job.id)
+            self.heartbeat_service.monitors.note_decision(job)
 
     async def open_stored(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:
         """Opens files of a checkpoint for the next attach of a job; see `StoredReader.open`."""
@@ -225,27 +197,7 @@ class Registry:
         """
         job = self.get(request.job)
         job.check_epoch(request.epoch)
-        if not job.record.holders:
-            return
-        decision = messages.decision_from(job.record.decision)
-        kept = {version for version in (decision.base, decision.guard) if version is not None}
-        slots = job.slots.all.values()
-        batches = [batch for version in kept for batch in job.capsule_replication.batches_of_version(slots, version)]
-        nodes, token, stub = job.record.manifest.nodes, job.record.manifest.token, pb_grpc.PeerStub
-
-        async def send_to(holder: int) -> None:
-            for capsules in batches:
-                keep = pb.KeepRequest(job=job.id, epoch=request.epoch, capsules=capsules)
-                try:
-                    await self.peers.call(nodes[holder], token, stub, "Keep", keep, KEEP_DEADLINE_S, reconnect=True)
-                except (grpc.RpcError, OSError) as error:
-                    reason, remedy = split_remedy(reason_of(error))
-                    raise AttachError(
-                        f"node {nodes[holder].name} does not keep the capsules of {decision.base}: {reason}",
-                        remedy or "check the daemon of that node",
-                    ) from error
-
-        await asyncio.gather(*(send_to(holder) for holder in job.record.holders))
+        await send_base_again(job, self.peers)
 
     def _start_replicator(self, job: JobRecord) -> None:
         if job.record.HasField("decision"):
@@ -275,35 +227,37 @@ class Registry:
         if change.job in self.jobs and any(lease.refused for lease in self.jobs[change.job].leases.values()):
             self._undo(self.jobs[change.job])  # the last rank has died, after another rank was refused
 
-    async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
-        """Returns slots for a rank.
+    async def lease(self, request: pb.LeaseRequest, caller: CallerProcess) -> list[SlotFile]:
+        """Returns slots for a rank, whose trainer is the caller.
 
         If memory is short, ended jobs without a name are dropped first.
+
+        Raises:
+            AttachError: the caller trains another job.
         """
         job = self.get(request.job)
+        leasing.refuse_trainer_of_others(job, self.jobs.values(), caller.process)
         while True:
             try:
-                return await leasing.lease(job, request)
+                return await leasing.lease(job, request, caller)
             except NoRoom:
                 ended = [
-                    j for j in self.jobs.values() if j is not job and not j.is_live and not j.record.manifest.named
-                ]
+                    each for each in self.jobs.values()
+                    if each is not job and may_be_dropped(each, self.heartbeat_service.monitors.agent_of(each.id))
+                ]  # fmt: skip
                 if not ended:
                     raise
                 oldest = min(ended, key=lambda candidate: candidate.ended_s)
-                log.warning(
-                    "job=%s is dropped to make room for job=%s: it has ended and has no name", oldest.id, job.id
-                )
-                self._free(oldest, "other jobs needed its memory")
+                self._free(oldest, f"job {job.id} needed its memory: jobs that ended and have no name make room")
 
-    def release(self, request: pb.ReleaseRequest) -> None:
-        """Ends a rank's lease. If the rank's attach was refused, undoes its decision.
+    def release(self, request: pb.ReleaseRequest, pid: int) -> None:
+        """Ends a rank's lease, for process `pid`. If its attach was refused, undoes its decision.
 
         Raises:
             StaleEpoch: the rank belongs to an older attach.
         """
         job = self.get(request.job)
-        trainers.release(job, request)
+        trainers.release(job, request, pid)
         if request.refused:  # perhaps on another node, before a rank was registered here
             self._undo(job)
 
@@ -322,15 +276,14 @@ class Registry:
         self._start_replicator(job)
         self.heartbeat_service.monitors.note_undo(job)
 
-    def _free(self, job: JobRecord, cause: str) -> int:
+    def _free(self, job: JobRecord, cause: str) -> None:
         """Drops a job that nobody asked to drop, and remembers that it was there."""
-        freed = FreedJob(job.known_whole, cause, time.monotonic())
-        had_whole, nbytes = job.record.had_whole, self.purge(job.id)
+        freed, had_whole = FreedJob(job.known_whole, cause, time.monotonic()), job.record.had_whole
+        audit_freed(job.id, job, cause, self.purge(job.id))
         if had_whole:
             self._freed[job.id] = freed
             while len(self._freed) > JOBS_MAX:
                 del self._freed[next(iter(self._freed))]
-        return nbytes
 
     def known_steps(self, name: str, node: str) -> list[pb.KnownStep]:
         """Returns the whole step of a job that this daemon, of node `node`, has freed."""
@@ -343,6 +296,8 @@ class Registry:
 
     def purge(self, name: str) -> int:
         """Drops a job and its slots; returns the number of freed bytes."""
+        if name in self.arena.job_files.damaged:
+            return self.arena.free_damaged(name)
         job = self.get(name)
         self._freed.pop(name, None)
         if name in self._replicators:
@@ -362,16 +317,17 @@ class Registry:
         while True:
             now = time.monotonic()
             for job in list(self.jobs.values()):
-                is_over = not job.is_live and now - job.ended_s > self.ttl_s.seconds_for(job)
-                if is_over and not self.persists.needs(job):
-                    ttl_s = self.ttl_s.seconds_for(job)
-                    nbytes = self._free(job, f"its time to live of {ttl_s:.0f} s was over")
-                    log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, format_bytes(nbytes))
+                agent = self.heartbeat_service.monitors.agent_of(job.id)
+                is_over = not job.is_live and now - job.ended_s > self.ttl_s.seconds_for(job, agent)
+                # slots of a newer reft go only by a purge, or by that reft
+                if is_over and not job.slots.unreadable and not self.persists.needs(job):
+                    self._free(job, self.ttl_s.end_cause(job, agent))
             self._notice_removed_files()
+            await asyncio.gather(self.peers.close_unused(), self.heartbeat_service.sender.peers.close_unused())
             self.persists.reader.expire(now)
             self.arena.reserve.refill()
             self.agents = {agent for agent in self.agents if not _has_ended(agent)}
-            if self.jobs or self.agents or not self.heartbeat_service.is_idle:
+            if self.jobs or self.arena.job_files.damaged or self.agents or not self.heartbeat_service.is_idle:
                 self.idle_since_s = now
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
                 log.info("no job and no agent for %.0f s: this daemon exits", now - self.idle_since_s)
@@ -396,12 +352,40 @@ class Registry:
         for replicator in self._replicators.values():
             replicator.close()
         if purge:
-            for name in list(self.jobs):
-                self._replicators.pop(name, None)
-                self.purge(name)
+            self._replicators.clear()
+            cause = "this daemon ended, and was to free all jobs then (--purge)"
+            for job in list(self.jobs.values()):
+                self._free(job, cause)
+            for name in list(self.arena.job_files.damaged):
+                audit_freed(name, None, cause, self.purge(name))
         await asyncio.gather(self.turns.close(), self.persists.close())
         await self.heartbeat_service.close()
         await self.peers.close()
+
+
+def job_to_decide(registry: Registry, request: pb.DecideRequest) -> JobRecord:
+    """Returns the job of a decision, a new one if this daemon has none.
+
+    Raises:
+        ConfigError, FormatError, AttachError: see `Registry.decide`.
+    """
+    manifest = request.manifest
+    name = manifest.job
+    registry.arena.job_files.refuse_damaged(name)
+    if request.counts_on_slots and name not in registry.jobs:
+        raise AttachError(
+            f"job {name} was freed on this node while an attach planned its restore with slots of this node.",
+            "start the job again: it goes on with what is held then",
+        )
+    if name not in registry.jobs and len(registry.jobs) >= JOBS_MAX:
+        raise NoRoom(f"this daemon holds {len(registry.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge JOB")
+    job = registry.jobs.get(name) or JobRecord(registry.arena, pb.JobRecord(manifest=manifest), registry.changes)
+    if messages.job_mark(job.record.manifest) != messages.job_mark(manifest):
+        raise ConfigError(
+            f"this daemon holds another job of the name {name}.",
+            f"choose another name, or free the old job: reft-cli purge {name}",
+        )
+    return job
 
 
 def living_pids(processes: Iterable[Process]) -> list[int]:
@@ -415,27 +399,3 @@ def _has_ended(process: Process) -> bool:
         return not process.is_alive
     except OSError:
         return False
-
-
-def _check_decision(request: pb.DecideRequest) -> None:
-    """Raises ConfigError for a decision that no attach makes."""
-    manifest = request.manifest
-    name = check_name(manifest.job)
-    ranks = [rank for node in manifest.nodes for rank in node.ranks]
-    is_complete = len(ranks) == manifest.world and sorted(ranks) == list(range(manifest.world))
-    if manifest.ByteSize() > MANIFEST_MAX or not is_complete:
-        raise ConfigError(f"the manifest of job {name} does not name each of its {manifest.world} ranks once.")
-    if request.node_index >= len(manifest.nodes) or len(manifest.token) != 32:
-        raise ConfigError(f"the manifest of job {name} has no node {request.node_index}, or no token of 32 bytes.")
-    if any(len(epoch.ident) != 16 for epoch in (request.decision.epoch, *request.decision.known)):
-        raise ConfigError(f"an epoch of job {name} has no id of 16 bytes.")
-    if len(request.decision.known) > KNOWN_MAX:
-        raise ConfigError(
-            f"a decision of job {name} names {len(request.decision.known)} attaches; the limit is {KNOWN_MAX}."
-        )
-    for what, earlier in (("base", request.base_manifest), ("guard", request.guard_manifest)):
-        if request.HasField(f"{what}_manifest") and (earlier.job != name or earlier.ByteSize() > MANIFEST_MAX):
-            raise ConfigError(
-                f"the {what}'s manifest names job {earlier.job!r} and has {earlier.ByteSize()} bytes; it must name job "
-                f"{name} and may have {MANIFEST_MAX} bytes."
-            )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import socket
-import sys
 
 import torch
 
 from reft.failpoints import Failpoints
+from reft.log_lines import begin_log
+from reft.replay.fold import load_optimizers
 from reft_daemon.child.child_setup import become_child
 from reft_replayer.child import serve
 
@@ -25,7 +25,8 @@ def main() -> None:
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--failpoints", default="")
     settings = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    begin_log()
+    load_optimizers()  # before this process is nice: on busy cores the first order would last half a minute
     become_child(OOM_SCORE, NICE)
     torch.set_num_threads(THREADS)
     try:

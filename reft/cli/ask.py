@@ -32,7 +32,7 @@ def local_address(daemon: str | None) -> str:
         ConfigError: the address is not valid.
     """
     config = Config.load(daemon=daemon)
-    return rpc.check_address(config.daemon or own_address(config))
+    return rpc.check_local_address(config.daemon or own_address(config))
 
 
 def own_address(config: Config) -> str:
@@ -55,11 +55,6 @@ def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S)
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 raise NoSuchJob(
                     error.details() or "", "reft-cli status lists the jobs that the daemon holds"
-                ) from error
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                raise AttachError(
-                    f"the daemon at {address} answers over TCP only to the trainers of the job.",
-                    "run reft-cli on that node, with --daemon unix:PATH",
                 ) from error
             failure = rpc.error_of(error, address)
             if failure.hint.startswith("start reft-daemon") and address == own_address(Config.load()):

@@ -149,7 +149,8 @@ class GoBackCommand:
         stored = ask(self.address, "Stored", request, STORED_S)
         if stored.damage:
             raise AttachError(f"the checkpoint of {version} can't be used: {stored.damage}", "another step")
-        stored.manifest.token, stored.manifest.lineage = memory.manifest.token, self._lineage.ident
+        stored.manifest.token, stored.manifest.job_mark = memory.manifest.token, messages.job_mark(memory.manifest)
+        stored.manifest.lineage = self._lineage.ident
         manifest: pb.Manifest = stored.manifest
         return manifest
 

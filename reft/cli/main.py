@@ -176,7 +176,7 @@ def status(
         for line in lines(reply, jobs):
             click.echo(coloured(line))
     if check:
-        sys.exit(EXIT_OF_HEALTH[status_view.worst(jobs)])
+        sys.exit(EXIT_OF_HEALTH[status_view.worst(jobs, reply.damaged)])
 
 
 @main.command()
@@ -285,10 +285,12 @@ def purge(job: str, all_jobs: bool, yes: bool, as_json: bool, daemon: str | None
             _purge_all(address, yes, as_json)
             return
         reply = ask(address, "Status", pb.StatusRequest(job=job, deep=True))
-        view = status_view.job_view(reply.jobs[0], surveys(address, reply).get(job))
-        others = [node.node for node in view.nodes if node.node != reply.node]
-        if not yes:
+        others, step = [], "its record is damaged"
+        if not reply.damaged:
+            view = status_view.job_view(reply.jobs[0], surveys(address, reply).get(job))
+            others = [node.node for node in view.nodes if node.node != reply.node]
             step = "no whole step" if view.whole is None else f"step {view.whole}"
+        if not yes:
             _confirm(f"Free the memory of job {job} on {reply.node} ({step})?", as_json)
         freed = ask(address, "Purge", pb.PurgeRequest(job=job)).freed_bytes
     if as_json:
@@ -543,7 +545,7 @@ def _purge_all(address: str, yes: bool, as_json: bool) -> None:
     command = purge_all_command(address)
     reply = command.look()
     if not yes:
-        jobs = [each.job for each in reply.jobs] if reply else []
+        jobs = [job.job for job in reply.jobs] + [damaged.job for damaged in reply.damaged] if reply else []
         which = f" ({', '.join(jobs)})" if jobs else ""
         _confirm(f"Free {counted(len(jobs), 'job')}{which}, and remove reft's files on this node?", as_json)
     result = command.run()
@@ -638,7 +640,7 @@ def _lines_now(address: str, request: pb.StatusRequest) -> list[str]:
         return status_text.wrapped("", str(error))
     surveys_by_job = surveys(address, reply)
     views = [status_view.job_view(each, surveys_by_job.get(each.job)) for each in reply.jobs]
-    return status_text.status_lines(reply, views)
+    return [status_text.safe(line) for line in status_text.status_lines(reply, views)]
 
 
 def health_in(line: str) -> str:
@@ -649,17 +651,20 @@ def health_in(line: str) -> str:
 
 
 def coloured(line: str) -> str:
-    """Returns the line with its word of health coloured; click drops colour without a terminal."""
-    word = health_in(line)
+    """Returns the line with its word of health coloured; click drops colour without a terminal.
+
+    Names and reasons in the line come from other nodes: characters of control are escaped.
+    """
+    line, word = status_text.safe(line), health_in(line)
     return line.replace(word, click.style(word, fg=COLOURS[word], bold=True), 1) if word else line
 
 
 def marked(line: str) -> str:
     """Returns the line in rich's markup, with a coloured word of health."""
-    from rich.markup import escape
+    from rich import markup
 
     word = health_in(line)
-    text = escape(line)
+    text = markup.escape(line)
     return text.replace(word, f"[bold {COLOURS[word]}]{word}[/]", 1) if word else text
 
 
@@ -704,7 +709,7 @@ def failing(as_json: bool) -> Iterator[None]:
         if as_json:
             _say_error(error.message, error.hint, code)
         else:
-            click.echo(f"reft-cli: {error}", err=True)
+            click.echo(f"reft-cli: {status_text.safe_lines(str(error))}", err=True)
         sys.exit(code)
 
 

@@ -33,7 +33,7 @@ from reft.wire import daemon_launcher, local_socket
 from reft.wire.v1 import daemon_pb2 as pb
 
 END_S = 60.0  # the daemon's end: running calls, children and its locks
-OWN_FILES = ("daemon.log", "start.lock", "store-*.log")  # beside the socket, in the runtime folder
+OWN_FILES = ("daemon.log", "daemon.log.1", "start.lock", "store-*.log")  # beside the socket, in the runtime folder
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class PurgeAllCommand:
             reply = self.look()
             if reply is None:
                 return PurgeResult("", {}, 0, False, *self._remove(self._slots), ())
-            freed = {job.job: nbytes for job in reply.jobs if (nbytes := self._free(job.job)) is not None}
+            names = [job.job for job in reply.jobs] + [damaged.job for damaged in reply.damaged]
+            freed = {name: nbytes for name in names if (nbytes := self._free(name)) is not None}
             has_ended = daemon_launcher.hello(self.address).unattended
             if has_ended:
                 self._end()

@@ -145,7 +145,7 @@ def recovery_view(
     holdings = job_survey.holdings(job, erased, plan)
     lost = tuple(_lost(job_survey, plan)) if plan.capsules else ()
     return RecoveryView(
-        job, holdings.state.value, HEALTH[holdings.state], holdings.reason, holdings.version, job_survey.silent, lost,
+        job, holdings.state.value, HEALTH[holdings.state], holdings.reason, holdings.version, tuple(job_survey.silent), lost,
         holdings.missing, holdings.remedy,
     )  # fmt: skip
 

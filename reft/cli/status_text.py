@@ -13,6 +13,7 @@ from reft.core.recovery.holdings import survives
 from reft.core.status.loss_analysis import LossReport
 from reft.core.status.protection import ProtectionWord
 from reft.core.text import counted
+from reft.log_lines import escape, escape_lines
 from reft.wire.v1 import daemon_pb2 as pb
 
 WIDTH = 88
@@ -25,14 +26,18 @@ RANKS_SHOWN = 16
 OWN_SHOWN = 4  # leaves that differ between ranks
 NONE = "-"
 SCHEMES = {"aec": "erasure code", "arc": "copies", "none": "none", "exchange": "exchange", "aor": "copies elsewhere"}
+REFUSED_SHOWN = 3  # reasons why calls were refused
+REFUSED_SHOWN_S = 600.0
+ADDRESSES_SHOWN = 2  # that were refused for a reason
 LANES_SHOWN = 4  # lanes of the exchange that are not guarded
 
 
 def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
     """Returns all lines of `status`: a block for each job, then the daemon."""
     if not jobs:
-        return [NO_JOB, *daemon_lines(reply)]
-    return [line for job in ordered(jobs) for line in [*job_lines(job), ""]] + daemon_lines(reply)
+        return [*(damaged_lines(reply) or [NO_JOB]), *daemon_lines(reply)]
+    lines = [line for job in ordered(jobs) for line in [*job_lines(job), ""]]
+    return lines + damaged_lines(reply) + daemon_lines(reply)
 
 
 def brief_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
@@ -42,12 +47,27 @@ def brief_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
     that is over.
     """
     if not jobs:
-        return [NO_JOB, *daemon_lines(reply)]
+        return [*(damaged_lines(reply) or [NO_JOB]), *daemon_lines(reply)]
     lines = [line for job in ordered(jobs) if not job.is_over for line in [*brief_job_lines(job), ""]]
     over = [job for job in ordered(jobs) if job.is_over]
     if over:
         lines += [*over_table(over), HOW_TO_GO_ON, ""]
-    return lines + daemon_lines(reply)
+    return lines + damaged_lines(reply) + daemon_lines(reply)
+
+
+def damaged_lines(reply: pb.StatusReply) -> list[str]:
+    """Returns the lines about jobs whose records on this node are damaged."""
+    lines = []
+    for each in reply.damaged:
+        lines += wrapped("job     ", each.job)
+        lines += wrapped("health  ", f"ERR  the record of this job on {reply.node} is damaged: {each.reason}.")
+        lines += wrapped(
+            "memory  ",
+            f"{format_bytes(each.held_bytes)} in {counted(each.slots, 'slot')}: kept, and not offered. To free it: "
+            f"reft-cli purge {each.job}",
+        )
+        lines.append("")
+    return lines
 
 
 def daemon_lines(reply: pb.StatusReply) -> list[str]:
@@ -64,7 +84,27 @@ def daemon_lines(reply: pb.StatusReply) -> list[str]:
     if reply.damaged_slots:
         daemon += f", found {counted(reply.damaged_slots, 'slot')} changed in memory"
         daemon += f" and repaired {reply.repaired_slots}" if reply.repaired_slots else ""
-    return wrapped("", daemon)
+    return wrapped("", daemon) + refused_lines(reply.refused)
+
+
+def refused_lines(refused: pb.RefusedStatus) -> list[str]:
+    """Returns what the daemon has refused lately, a sentence for each reason."""
+    recent = [each for each in refused.reasons if each.age_s <= REFUSED_SHOWN_S]
+    lines = []
+    for each in recent[:REFUSED_SHOWN]:
+        count = each.last_minute or each.total
+        times = f"{count:,} {'time' if count == 1 else 'times'}"
+        when = (
+            "in the last minute" if each.last_minute else f"since the daemon started, last {duration(each.age_s)} ago"
+        )
+        rest = len(each.addresses[ADDRESSES_SHOWN:]) + each.more_addresses
+        by = ", ".join(each.addresses[:ADDRESSES_SHOWN]) + (f" and {rest} more" if rest else "")
+        lines += wrapped("refused ", f"{times} {when}: {each.reason} ({by})")
+    if recent:
+        rest = len(recent) - REFUSED_SHOWN
+        more = f"{counted(rest, 'more reason')}: --json. " if rest > 0 else ""
+        lines += wrapped("        ", f"{more}What reasons mean, and what to do: daemon/SECURITY.md, Refusals.")
+    return lines
 
 
 def job_lines(job: JobView) -> list[str]:
@@ -82,7 +122,7 @@ def brief_job_lines(job: JobView) -> list[str]:
     lines = head_lines(job) + protected_lines(job) + losses_lines(job)
     if job.storage is not None:
         lines += storage_lines(job.storage)
-    lines += exposed_lines(job) + short_of_slots_lines(job)
+    lines += exposed_lines(job) + other_format_lines(job) + short_of_slots_lines(job)
     for node in job.nodes:
         lines += wrapped("node    ", f"{node.node}: {node.reason}") if node.reason else []
     if len(lines) > BRIEF_LINES:
@@ -276,7 +316,19 @@ def memory_lines(job: JobView) -> list[str]:
     if job.peak_bytes:
         held, peak = format_bytes(job.held_bytes), format_bytes(job.peak_bytes)
         lines += wrapped("memory  ", f"{held} held, at most {peak} in a change of shape.")
-    return lines + short_of_slots_lines(job)
+    return lines + other_format_lines(job) + short_of_slots_lines(job)
+
+
+def other_format_lines(job: JobView) -> list[str]:
+    """Returns a sentence on the slots that another reft wrote, and this one can't read."""
+    count, nbytes = job.other_formats
+    if not count:
+        return []
+    return wrapped(
+        "slots   ",
+        f"{counted(count, 'slot')} of another format, {format_bytes(nbytes)}: kept for the reft that wrote "
+        f"{'it' if count == 1 else 'them'}. To free this memory: reft-cli purge {job.job}",
+    )
 
 
 def short_of_slots_lines(job: JobView) -> list[str]:
@@ -418,3 +470,13 @@ def duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+
+
+def safe(line: str) -> str:
+    """Returns a line for a terminal: names from other nodes give no orders to it."""
+    return escape(line)
+
+
+def safe_lines(text: str) -> str:
+    """Returns a text for a terminal, with its line breaks; see `safe`."""
+    return escape_lines(text)

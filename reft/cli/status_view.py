@@ -160,6 +160,7 @@ class JobView:
 
     `ended_s` is the time since its last trainer ended; None: not known, or a trainer lives.
     `kept_s` is how long the asked daemon keeps its slots yet; None: a trainer lives there.
+    `other_formats` is the number and the bytes of slots that the asked daemon keeps and can't read.
     """
 
     job: str
@@ -189,6 +190,7 @@ class JobView:
     storage: StorageView | None = None
     ended_s: float | None = None
     kept_s: float | None = None
+    other_formats: tuple[int, int] = (0, 0)
 
     @property
     def state(self) -> str:
@@ -224,8 +226,10 @@ def ordered(jobs: Iterable[JobView]) -> list[JobView]:
     return sorted(jobs, key=place)
 
 
-def worst(jobs: Sequence[JobView]) -> Health:
-    """Returns the worst health of any job; OK without jobs."""
+def worst(jobs: Sequence[JobView], damaged: Sequence[pb.DamagedJob] = ()) -> Health:
+    """Returns the worst health of any job; ERR with a damaged job, OK without jobs."""
+    if damaged:
+        return Health.ERR
     return max((job.health for job in jobs), key=_SEVERITY.index, default=Health.OK)
 
 
@@ -264,6 +268,7 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         _exchange_view(status.exchange) if status.HasField("exchange") else None,
         _storage_view(status.storage) if status.HasField("storage") else None,
         status.ended_s if status.HasField("ended_s") else None, status.kept_s if status.HasField("kept_s") else None,
+        (status.other_format_slots, status.other_format_bytes),
     )  # fmt: skip
 
 
@@ -367,7 +372,7 @@ def document(reply: pb.StatusReply, jobs: Sequence[JobView], address: str) -> di
     """Returns the document of `status --json`. The README documents its fields as a contract."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "health": worst(jobs).value,
+        "health": worst(jobs, reply.damaged).value,
         "daemon": {
             "address": address,
             "node": reply.node,
@@ -384,8 +389,32 @@ def document(reply: pb.StatusReply, jobs: Sequence[JobView], address: str) -> di
             "directory": reply.directory,
             "round_bytes_sent": reply.round_bytes_sent,
             "capsule_bytes_sent": reply.capsule_bytes_sent,
+            "refused": _refused_document(reply.refused) if reply.HasField("refused") else None,
         },
         "jobs": [_job_document(job) for job in jobs],
+        "damaged_jobs": [
+            {"job": each.job, "reason": each.reason, "held_bytes": each.held_bytes, "slots": each.slots}
+            for each in reply.damaged
+        ],
+    }
+
+
+def _refused_document(refused: pb.RefusedStatus) -> dict[str, Any]:
+    return {
+        "total": refused.total,
+        "last_minute": refused.last_minute,
+        "reasons": [
+            {
+                "reason": each.reason,
+                "total": each.total,
+                "last_minute": each.last_minute,
+                "age_s": _rounded(each.age_s),
+                "addresses": list(each.addresses),
+                "more_addresses": each.more_addresses,
+            }
+            for each in refused.reasons
+        ],
+        "more_reasons": refused.more_reasons,
     }
 
 
@@ -409,6 +438,8 @@ def _job_document(job: JobView) -> dict[str, Any]:
         "base_step": job.base,
         "held_bytes": job.held_bytes,
         "peak_bytes": job.peak_bytes,
+        "other_format_slots": job.other_formats[0],
+        "other_format_bytes": job.other_formats[1],
         "nodes": [
             {
                 "node": node.node,

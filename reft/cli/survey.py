@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from reft.cli.ask import NoSuchJob, ask
 from reft.errors import ReftError
-from reft.wire.inventory import JobSurvey, is_itself
+from reft.wire.inventory import JobSurvey, is_itself, silence_in
 from reft.wire.v1 import daemon_pb2 as pb
 
 SURVEY_DEADLINE_S = 8.0  # the asked daemon gives the other daemons three seconds
@@ -41,7 +41,7 @@ def survey(
             f"the daemon at {address} holds no job {job!r}.", "reft-cli status lists the jobs that the daemon holds"
         )
     replies: dict[str, pb.InventoryReply] = {**(others or {}), own.node_id: own}
-    silent: list[str] = []
+    silent: dict[str, str] = {}  # name → reason
     emptied: list[str] = []
     asked: set[str] = set()
     for _ in range(ROUNDS_MAX):
@@ -51,7 +51,7 @@ def survey(
         asked |= {node.id for node in absent}
         reply = ask(address, "Survey", pb.SurveyRequest(job=job, nodes=absent), SURVEY_DEADLINE_S)
         _add_replies(replies, reply.nodes)
-        silent += [each.node.name for each in reply.nodes if not each.HasField("reply")]
+        silent |= silence_in(reply.nodes)
         emptied += [each.node.name for each in reply.nodes if each.HasField("reply") and not is_itself(each)]
     addresses: dict[str, list[str]] = {}
     unnamed = [pb.Node(name=each, addresses=[each]) for each in sorted(set(onto))]
@@ -59,7 +59,7 @@ def survey(
         reply = ask(address, "Survey", pb.SurveyRequest(job=job, nodes=unnamed), SURVEY_DEADLINE_S)
         _add_replies(replies, reply.nodes)
         addresses = {each.reply.node_id: list(each.node.addresses) for each in reply.nodes if each.reply.node_id}
-    return JobSurvey(replies, tuple(sorted(silent)), tuple(sorted(emptied))), addresses
+    return JobSurvey(replies, dict(sorted(silent.items())), tuple(sorted(emptied))), addresses
 
 
 def _add_replies(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.SurveyedNode]) -> None:

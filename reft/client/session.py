@@ -219,7 +219,8 @@ class Session:
         turn_bytes: bytes of this rank that its node sends in one turn of the exchange
         parity_bytes: memory for parity that the node keeps on behalf of this rank
         extra_slot_bytes: memory for this rank's slots beyond three, which the exchange needs
-        protected_step: newest step of this attach known to survive lost nodes; -1 if none
+        protected_step: newest step of this attach known to survive lost nodes; -1 if none. With
+            `exchange_bytes` or `aor_bytes` this is learnt with the snapshots of later steps
         turn_s: seconds of the last turn, as seen at snapshots; -1 if no turn was seen to end
         """
         return self._window.stats()
@@ -266,14 +267,20 @@ class Session:
             profiler.enter(Tier.COMPUTE, OTHER)
 
     def close(self) -> None:
-        """Finishes the newest snapshot and removes the hooks; the daemon keeps the slots."""
+        """Finishes the newest snapshot and removes the hooks; the daemon keeps the slots.
+
+        Called while an exception is handled, as by `with` or `finally`, it counts as the end of a
+        failed run: the daemon keeps the slots of a named job for --ttl-failed.
+        """
         if self._window.snapshots is None or os.getpid() != self._pid:
             return
         self._unfollow()
         if self._timeline_server is not None:
             self._timeline_server.close()
         self._hooks.remove()
-        self._window.end()
+        error = sys.exc_info()[1]
+        ended_well = error is None or (isinstance(error, SystemExit) and not error.code)
+        self._window.end(failed=not ended_well)
 
     def __enter__(self) -> Session:
         return self

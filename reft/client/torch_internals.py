@@ -56,27 +56,36 @@ SCALER = _names("GradScaler", "_scale _growth_tracker", "GradScaler")
 REQUIRED = (*OF_CLASSES, *PLACEMENTS, *FLAT_PARAMETER, *SHARD, *FSDP2_STATE, *FSDP2_PARAMETER, *SCALER)
 
 # Names that reft can do without; `use` says what reft can't do then.
-MICROBATCHES, LOSS, QUEUE, HOOK_STATES, LR_MARK = OPTIONAL = (
+MICROBATCHES, LOSS, QUEUE, HOOK_STATES, LR_MARK, COPY_LISTS = OPTIONAL = (
     *_names("pipeline schedule", "_n_microbatches", "reft measures the schedule's gaps, and does not compute them"),
     *_names("pipeline schedule", "_compute_loss", "the time of the loss counts as a gap"),
     *_names("Variable", "_execution_engine.queue_callback", "copies do not use the time in which DDP waits"),
     *_names("DistributedDataParallel", "_comm_hooks", "attach can't name the state of DDP's communication hooks"),
     *_names("Optimizer.step", "_wrapped_by_lr_sched", "attach can't tell whether state= lacks an LR scheduler"),
+    *_names("torch", "_foreach_copy_", "small leaves on a CUDA device are copied one by one, at each mark"),
 )
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 FLAT_NAME = "_flat_param"  # of the flat parameter in a module, without use_orig_params
 SCALER_TENSORS = ("_scale", "_growth_tracker")
+# Of a DataLoader's iterator. Without it a rehearsal does not see passes end, and says so.
+BATCHES_GIVEN = "_num_yielded"
 
 # The memory of a DTensor on this rank, without a copy or an autograd trace. Runs at every mark.
 local_tensor: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 # How often a tensor was written in place. Runs at every mark.
-write_count: Callable[[torch.Tensor], int] = attrgetter("_version")
+WRITE_COUNT = "_version"
+write_count: Callable[[torch.Tensor], int] = attrgetter(WRITE_COUNT)
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
     """Returns the placement of FSDP's shard of a tensor that TP already sharded."""
     return getattr(torch.distributed.tensor.placement_types, STRIDED_SHARD)(dim, split_factor=split_factor)
+
+
+def batches_given(iterator: Any) -> int | None:
+    """Returns how many batches a DataLoader's iterator has given; None if unknown."""
+    return getattr(iterator, BATCHES_GIVEN, None)
 
 
 def _kinds(value: object) -> set[str]:
@@ -155,12 +164,31 @@ def notices(
         QUEUE: bool(ddp) and schedule is not None and backward_queue() is None,
         HOOK_STATES: not all(has_name(part, HOOK_STATES.name) for part in ddp),
         LR_MARK: steps and not has_lr_mark(),
+        COPY_LISTS: not has_name(torch, COPY_LISTS.name),
     }
     tried = versions((*REQUIRED, *OPTIONAL))
     lines = []
     if short_version(torch_version) not in tried:
         lines.append(f"torch {torch_version} was not tried with this reft; tried: torch {', '.join(tried)}.")
     return [*lines, *(f"this torch has no {name}: {name.use}." for name in OPTIONAL if is_absent[name])]
+
+
+# Tensors
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source to the target of the same number, type and shape.
+
+    Never waits for a device. On CUDA some tens of copies are one kernel, whose launch costs as much
+    as that of one copy.
+    """
+    if not targets:
+        return  # torch refuses empty lists
+    if has_name(torch, COPY_LISTS.name):
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 # Modules

@@ -42,14 +42,16 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from reft.console import say
 from reft.core.membership.agent_policy import AgentReaction
 from reft.core.membership.failure_detector import AgentPhase
+from reft.elastic.entry_seal import EntrySeal
 from reft.elastic.heartbeat_client import HeartbeatClient, RoundMembers
-from reft.elastic.node import free_under_slurm, has_ended, resolve_node, tls
+from reft.elastic.node import OwnDaemon, free_under_slurm, has_ended, resolve_node
 from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
 from reft.elastic.orphan_reaper import OrphanReaper
 from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
 from reft.elastic.shared_state import AgentFacts, SharedState
 from reft.elastic.store_poller import StorePoller
 from reft.elastic.stores import etcd, tcp
+from reft.elastic.stores.sealed import SealedStore
 from reft.elastic.torch_internals import (
     CACHES,
     NodeDesc,
@@ -61,7 +63,9 @@ from reft.elastic.torch_internals import (
     this_node,
 )
 from reft.elastic.warm.warm import WarmWorkers, begin
-from reft.wire.daemon_launcher import DaemonRestarter
+from reft.wire import job_key
+from reft.wire.job_key import AgentSecrets
+from reft.wire.messages import TOKEN_BYTES
 from reft.wire.v1 import daemon_pb2 as pb
 
 SILENCE_S = 2.0  # without an answer of the store, then a line is printed
@@ -121,21 +125,24 @@ class ReftRendezvousHandler(RendezvousHandler):
         facts: what this agent tells the other agents of itself.
         run_id: torchrun's --rdzv-id, as the workers see it.
         shrink_s: see `reft.elastic.rounds`.
-        daemon: address of this node's daemon, and its restarter; None: no signals of nodes.
+        daemon: of this node; None: no signals of nodes.
         reaper: ends the workers if this agent is killed; None: nothing ends them.
         warm: forks the workers; None: each worker is started as a new process.
+        taken: the job key, if any. Without one, the launch's secret lies in the store.
     """
 
     def __init__(
         self, inner: DynamicRendezvousHandler, facts: AgentFacts, run_id: str, shrink_s: float,
-        daemon: tuple[str, DaemonRestarter] | None = None, reaper: OrphanReaper | None = None, warm: WarmWorkers | None = None,
+        daemon: OwnDaemon | None = None, reaper: OrphanReaper | None = None, warm: WarmWorkers | None = None,
+        taken: AgentSecrets = AgentSecrets(),  # noqa: B008  frozen
     ) -> None:  # fmt: skip
-        self._inner, self._run_id, self._facts = inner, run_id, facts
-        self._node, self._settings = this_node(inner), inner.settings
+        self._inner, self._run_id, self._facts, self._taken = inner, run_id, facts, taken
+        self._node, settings = this_node(inner), inner.settings
         self._signals = RestartSignals()
-        self._holder = StateHolder(backend_of(inner), self._settings, self._node, self._signals.is_gone)
-        executor = Executor(self._node, self._holder, self._settings, facts, shrink_s)
-        record = recorder(type(inner).__name__, self._settings.run_id, self._node)
+        seal = EntrySeal(settings.run_id, taken.key.entry_key(settings.run_id) if taken.key else None)
+        self._holder = StateHolder(backend_of(inner), settings, self._node, self._signals.is_gone, seal)
+        executor = Executor(self._node, self._holder, settings, facts, shrink_s)
+        record = recorder(type(inner).__name__, settings.run_id, self._node)
         replace_parts(inner, self._holder, executor, record)
         for name in missing_in(CACHES, inner):
             say(f"this torch has no {name}: {name.use}.")
@@ -144,7 +151,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._last_line = ""
         self._reaper, self._is_reaper_current, self._warm = reaper, False, warm
         self._daemon = daemon
-        self._heartbeat_client = HeartbeatClient(*daemon, tls(), self._signals.heard) if daemon else None
+        self._heartbeat_client = HeartbeatClient(*daemon, self._signals.heard) if daemon else None
         # No thread may reference this handler. Otherwise a handler that torch drops without
         # `shutdown` would never be freed, and its threads and processes would stay.
         weakref.finalize(self, _end, self._poller, self._heartbeat_client, reaper, warm).atexit = False
@@ -183,6 +190,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         job = job_of(self._run_id, state.launch)
         os.environ["REFT_ROUND"], os.environ["REFT_LAUNCH"] = str(state.round), state.launch
         os.environ["REFT_UNNAMED_JOB"] = "" if job.named else job.id
+        os.environ["REFT_KEYED"] = "0"
         if self._heartbeat_client is None:
             return None
         os.environ["REFT_WHOLE_STEP"] = str(self._heartbeat_client.whole)
@@ -194,9 +202,13 @@ class ReftRendezvousHandler(RendezvousHandler):
         nodes = tuple(
             pb.Node(name=facts.name, id=facts.home, addresses=facts.addresses, domain=facts.domain) for facts in members
         )
-        token = bytes.fromhex(state.token)
-        round_members = RoundMembers(job.id, self._facts.home, state.launch, state.round, token, nodes)
+        key = self._taken.key
+        token = key.launch_secret(job.id, state.launch) if key else bytes.fromhex(state.token)
+        job_token = key.job_token(job.id) if key else b""
+        round_members = RoundMembers(job.id, self._facts.home, state.launch, state.round, token, nodes, job_token)
         self._heartbeat_client.begin(round_members)
+        # Workers then wait for the job's token, which this agent gives to its daemon.
+        os.environ["REFT_KEYED"] = "1" if key else "0"
         return round_members
 
     def _settle(self) -> None:
@@ -214,7 +226,7 @@ class ReftRendezvousHandler(RendezvousHandler):
 
         If a launch is just ending, waits for its end, at most for `close_timeout`.
         """
-        end = time.monotonic() + self._settings.timeout.close.total_seconds()
+        end = time.monotonic() + self._inner.settings.timeout.close.total_seconds()
         while True:
             self._holder.sync(fresh=True)
             state = self._holder.state
@@ -224,12 +236,13 @@ class ReftRendezvousHandler(RendezvousHandler):
                     state.round + 1 if state.launch else 0
                 )  # so that keys of earlier rounds are not read again
                 fresh.places = state.places
-                fresh.launch, fresh.token = secrets.token_hex(8), secrets.token_hex(32)
+                fresh.launch = secrets.token_hex(8)
+                fresh.token = "" if self._taken.key else secrets.token_hex(TOKEN_BYTES)
                 if self._holder.replace(fresh):
                     return
             elif not state.closed or time.monotonic() > end:
                 return
-            time.sleep(poll_s(self._settings.max_nodes))
+            time.sleep(poll_s(self._inner.settings.max_nodes))
 
     def num_nodes_waiting(self) -> int:
         if self._reaper and not self._is_reaper_current:  # once a round, because it reads all processes of the node
@@ -284,6 +297,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
+        os.environ.update(self._taken.variables)  # the workers have ended; this process may launch again
         if self._warm:
             self._warm.close()
         if self._round.number < 0:  # an agent that never took part must not end the job
@@ -316,20 +330,27 @@ def create(parameters: RendezvousParameters) -> Any:
     check(parameters)
     rendezvous_id = rendezvous_id_of(parameters.run_id)
     with contextlib.ExitStack() as cleanup:
+        # Before any process is started: no child of this agent may have the key.
+        taken = job_key.take(os.environ)
+        cleanup.callback(os.environ.update, taken.variables)
         warm = None
         if truth(parameters, "warm"):
             warm = begin(text(parameters, "warm_imports"))  # imports while this agent connects
             cleanup.callback(warm.close)
         facts, daemon = resolve_node(parameters)
-        connect = etcd.connect if parameters.endpoint.startswith(etcd.SCHEME) else tcp.connect
-        backend, store = connect(parameters, rendezvous_id)
+        if parameters.endpoint.startswith(etcd.SCHEME):
+            backend, store = etcd.connect(parameters, rendezvous_id, taken.etcd_password)
+        else:
+            backend, store = tcp.connect(parameters, rendezvous_id)
         if daemon:
-            os.environ["REFT_DAEMON"], _ = daemon
+            os.environ["REFT_DAEMON"] = daemon[0]
+        if taken.key:
+            store = SealedStore(store, taken.key.entry_key(rendezvous_id))
         run_id, parameters.run_id = parameters.run_id, rendezvous_id
         inner = create_torchs(store, backend, parameters)
         shrink_s = number(parameters, "shrink_timeout")
         reaper = OrphanReaper()
         cleanup.callback(reaper.close)
-        handler = ReftRendezvousHandler(inner, facts, run_id, shrink_s, daemon, reaper, warm)
+        handler = ReftRendezvousHandler(inner, facts, run_id, shrink_s, daemon, reaper, warm, taken)
         cleanup.pop_all()  # from here on the handler ends its processes itself
     return handler

@@ -6,6 +6,12 @@
 Both are threads. No heartbeat waits for the reply to another one: if this node's own daemon is
 stopped, the other daemons must still hear this agent, or they would declare the node lost. No error
 here reaches the agent: without answers the rendezvous behaves as torch's own.
+
+Heartbeats to other nodes are proved (reft/wire/proof.py). Nothing is taken from the answers but the
+challenge for the next heartbeat, so the answers need no proof.
+
+Calls to the own daemon say the protocol, too. A daemon of another protocol, which took the place of
+the earlier one, hears neither this agent nor other nodes, and would call them lost.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -22,6 +29,7 @@ from reft.core.membership.failure_detector import BEAT_S, AgentPhase, NodeReport
 from reft.core.membership.gossip_targets import neighbours, ring_of
 from reft.wire import messages, rpc
 from reft.wire.daemon_launcher import DaemonRestarter
+from reft.wire.proof import ProvedCall, challenge_in, prove_call
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -30,18 +38,42 @@ CALL_S = 1.0
 PENDING_MAX = 3  # unanswered heartbeats to one daemon
 WAIT_MS = 5000
 LAST_WORD_S = 1.0
+_BEAT, _ = rpc.method_of(pb_grpc.DaemonStub, "AgentBeat")
 
 
 @dataclass(frozen=True)
 class RoundMembers:
-    """One round, as the daemons are told."""
+    """One round, as the daemons are told.
+
+    Attributes:
+        token: of the agents and daemons of the launch.
+        job_token: the job's token, for the own daemon's trainers; empty without a job key.
+    """
 
     job: str
     node_id: str
     launch: str
     round: int
-    token: bytes
+    token: bytes = field(repr=False)
     nodes: tuple[pb.Node, ...] = field(compare=False)
+    job_token: bytes = field(default=b"", repr=False)
+
+
+@dataclass
+class DaemonChannel:
+    """A channel to one daemon.
+
+    Attributes:
+        channel: gRPC's.
+        generation: of the certificates that the channel uses.
+        challenge: the newest one that the daemon has told.
+        is_unreached: whether the daemon of another node did not answer.
+    """
+
+    channel: grpc.Channel
+    generation: int
+    challenge: bytes = b""
+    is_unreached: bool = False
 
 
 class HeartbeatClient:
@@ -72,8 +104,7 @@ class HeartbeatClient:
         self._watchers: list[pb.Node] = []
         self._must_send_nodes = True
         self._pending: Counter[str] = Counter()
-        self._channels: dict[str, tuple[grpc.Channel, int]] = {}  # address → channel, generation of its certificates
-        self._unreached: set[str] = set()  # addresses of other nodes that did not answer
+        self._channels: dict[str, DaemonChannel] = {}  # by address
         self._wake, self._closed = threading.Event(), threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._listen)]
 
@@ -105,21 +136,18 @@ class HeartbeatClient:
         Returns when the daemons have answered, or after LAST_WORD_S.
         """
         if self._round_members is not None:
-            self._phase = last
-            calls = [call for call in (self._send(*target) for target in self._targets()) if call]
-            for call in calls:
-                try:
-                    call.result(timeout=LAST_WORD_S)
-                except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                    continue
+            self._phase, targets = last, self._targets()
+            for _ in range(2):  # the second time under a challenge that the first answer has told
+                calls = {target: call for target in targets if (call := self._send(*target))}
+                targets = [target for target, call in calls.items() if not _is_heard(call)]
         self.stop()
 
     def stop(self) -> None:
         """Ends both threads and sends nothing."""
         self._closed.set()
         self._wake.set()
-        for channel, _ in list(self._channels.values()):
-            channel.close()
+        for each in list(self._channels.values()):
+            each.channel.close()
 
     # Heartbeats
 
@@ -135,7 +163,7 @@ class HeartbeatClient:
         watchers = [(node.id, _address_of(node)) for node in self._watchers]
         return [("", self._address), *((name, address) for name, address in watchers if address)]
 
-    def _send(self, name: str, address: str) -> grpc.Future | None:
+    def _send(self, name: str, address: str, is_repeated: bool = False) -> grpc.Future | None:
         round_members = self._round_members
         if round_members is None or self._pending[name] >= PENDING_MAX:
             return None
@@ -148,19 +176,45 @@ class HeartbeatClient:
             phase=messages.agent_to(self._phase),
         )
         if not name:
-            request.token = round_members.token
+            request.token, request.job_token = round_members.token, round_members.job_token
             if self._must_send_nodes:
                 request.nodes.extend(round_members.nodes)
-        stub = pb_grpc.DaemonStub(self._channel(address))
         try:
-            call: grpc.Future = stub.AgentBeat.future(
-                request, timeout=CALL_S, metadata=rpc.peer_metadata(round_members.token)
-            )
-        except ValueError:  # another thread closed the channel
+            call, proved = self._start_call(name, address, round_members, request)
+        except (ValueError, OSError):  # another thread closed the channel, or the socket is another user's
             return None
         self._pending[name] += 1
         call.add_done_callback(lambda done: self._answered(name, address, round_members, done))
+        if proved is not None:
+            call.add_done_callback(lambda done: self._note_challenge(name, address, done, proved, is_repeated))
         return call
+
+    def _start_call(
+        self, name: str, address: str, round_members: RoundMembers, request: pb.AgentBeatRequest
+    ) -> tuple[grpc.Future, ProvedCall | None]:
+        """Starts a call; returns it, and what it proves. A unix socket takes no proof.
+
+        Raises:
+            ValueError: the channel is closed.
+            OSError: another user may have made the unix socket of another daemon.
+        """
+        daemon = self._channel(address)
+        if address.startswith("unix:"):
+            if name:
+                rpc.check_private(address)
+            beat = pb_grpc.DaemonStub(daemon.channel).AgentBeat
+            return beat.future(request, timeout=CALL_S, metadata=rpc.PROTOCOL_METADATA), None
+        call, data = prove_call(
+            round_members.token,
+            name or round_members.node_id,
+            _BEAT,
+            request.job,
+            daemon.challenge,
+            request,
+        )
+        metadata = (*call.metadata(), *rpc.PROTOCOL_METADATA)
+        method_call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = daemon.channel.unary_unary(_BEAT)
+        return method_call.future(data, timeout=CALL_S, metadata=metadata), call
 
     def _answered(self, name: str, address: str, round_members: RoundMembers, call: grpc.Future) -> None:
         self._pending[name] -= 1
@@ -169,7 +223,7 @@ class HeartbeatClient:
         error = call.exception()
         is_unreached = isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE
         if name:
-            (self._unreached.add if is_unreached else self._unreached.discard)(address)
+            self._channels[address].is_unreached = is_unreached
             return
         if round_members is not self._round_members:
             return
@@ -184,27 +238,36 @@ class HeartbeatClient:
         if reply.HasField("whole"):
             self.whole = max(self.whole, reply.whole)
 
-    def _channel(self, address: str) -> grpc.Channel:
+    def _note_challenge(self, name: str, address: str, call: Any, proved: ProvedCall, is_repeated: bool) -> None:
+        """Takes the challenge of an answer; sends a heartbeat again that was refused for it."""
+        challenge = b"" if call.cancelled() else challenge_in(call.trailing_metadata())
+        if challenge not in (b"", proved.challenge):
+            self._channels[address].challenge = challenge
+            if call.code() is grpc.StatusCode.UNAUTHENTICATED and not is_repeated:
+                self._send(name, address, is_repeated=True)
+
+    def _channel(self, address: str) -> DaemonChannel:
         generation = self._tls.generation if self._tls else 0
-        channel, made_at = self._channels.get(address, (None, -1))
-        if channel is None or (made_at != generation and address in self._unreached):
-            if channel:
-                channel.close()
-            channel = rpc.channel(address, self._tls)
-            self._channels[address] = channel, generation
-        return channel
+        daemon = self._channels.get(address)
+        if daemon is None or (daemon.generation != generation and daemon.is_unreached):
+            if daemon:
+                daemon.channel.close()
+            daemon = self._channels[address] = DaemonChannel(rpc.channel(address, self._tls), generation)
+        return daemon
 
     # Signals
 
     def _listen(self) -> None:
         version = 0
-        stub = pb_grpc.DaemonStub(self._channel(self._address))
+        stub = pb_grpc.DaemonStub(self._channel(self._address).channel)
         while not self._closed.is_set():
             round_members = self._round_members
             assert round_members is not None
             request = pb.SignalsRequest(job=round_members.job, version=version, wait_ms=WAIT_MS)
             try:
-                reply: pb.SignalsReply = stub.Signals(request, timeout=WAIT_MS / 1000 + CALL_S)
+                reply: pb.SignalsReply = stub.Signals(
+                    request, timeout=WAIT_MS / 1000 + CALL_S, metadata=rpc.PROTOCOL_METADATA
+                )
             except (grpc.RpcError, ValueError):
                 version = 0
                 self._closed.wait(BEAT_S)
@@ -218,6 +281,14 @@ class HeartbeatClient:
             else:
                 version = 0  # the answer was about another round: ask again for all signals
                 self._closed.wait(BEAT_S)
+
+
+def _is_heard(call: grpc.Future) -> bool:
+    """Returns whether the other side has accepted a call, once it has answered."""
+    try:
+        return call.exception(timeout=LAST_WORD_S) is None
+    except (grpc.FutureTimeoutError, grpc.FutureCancelledError):
+        return False
 
 
 def _address_of(node: pb.Node) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from reft.config import Config
 from reft.console import say
 from reft.elastic.options import text
-from reft.elastic.shared_state import AgentFacts
+from reft.elastic.shared_state import PLAIN, AgentFacts
 from reft.errors import ConfigError, ReftError
 from reft.wire import daemon_launcher, local_socket, rpc
 from reft.wire.daemon_launcher import DaemonRestarter
@@ -40,8 +40,12 @@ def has_ended(process: str) -> bool:
         return False
 
 
-def resolve_node(parameters: RendezvousParameters) -> tuple[AgentFacts, tuple[str, DaemonRestarter] | None]:
-    """Returns this agent's facts, and its daemon's address and restarter (None: no daemon).
+# A daemon's address, what restarts the daemon, and the certificates for calls to other daemons.
+OwnDaemon = tuple[str, DaemonRestarter, Tls | None]
+
+
+def resolve_node(parameters: RendezvousParameters) -> tuple[AgentFacts, OwnDaemon | None]:
+    """Returns this agent's facts, and its daemon; None: there is none.
 
     Starts a daemon if none runs.
 
@@ -55,7 +59,8 @@ def resolve_node(parameters: RendezvousParameters) -> tuple[AgentFacts, tuple[st
     settings = Config.load()
     if daemon_option == "off" or settings.mode == "off":
         return AgentFacts(process), None
-    flags = _flags(parameters)
+    certificates = tls()
+    flags = _flags(parameters, certificates)
     try:
         address, hello = daemon_launcher.find(settings, flags)
         pid = local_socket.introduce(hello.local_socket, daemon_launcher.HELLO_DEADLINE_S).process.pid
@@ -68,27 +73,61 @@ def resolve_node(parameters: RendezvousParameters) -> tuple[AgentFacts, tuple[st
     if parameters.max_nodes > 1 and all(each.startswith("unix:") for each in hello.addresses):
         say(
             "other nodes can't reach this node's daemon, so the job can't survive the loss of a node.\n"
-            "Fix: set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA (or REFT_INSECURE=1 on a trusted network) before the "
-            "daemon is started"
+            "Fix: start reft-daemon before torchrun, with --listen and its own certificate (examples/deploy/README.md), "
+            "or set REFT_INSECURE=1 on a trusted network"
         )
-    elif parameters.max_nodes > 1 and hello.tls and "REFT_TLS_CERT" not in os.environ:
+    elif parameters.max_nodes > 1 and hello.tls:
+        _check_certificates(certificates, hello.node)
+    whose = _whose(certificates, hello)
+    facts = AgentFacts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses), whose)
+    return facts, (address, DaemonRestarter(settings, hello.unattended, flags, pid), certificates)
+
+
+def _check_certificates(certificates: Tls | None, node: str) -> None:
+    """Says why the daemons of other nodes will refuse this agent, if they will.
+
+    Args:
+        certificates: of this agent.
+        node: name of this node, as its daemon has told.
+    """
+    if certificates is None:
         say(
             "the daemons use TLS, and this agent has no certificates. So other nodes do not hear this agent, and learn late if "
             "this node is lost. Set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA for torchrun too."
         )
-    facts = AgentFacts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses))
-    return facts, (address, DaemonRestarter(settings, hello.unattended, flags, pid))
+    elif not certificates.role.is_on(node):
+        say(
+            f"REFT_TLS_CERT is of the {certificates.role}, and this agent is on node {node}. So other nodes do not hear this "
+            "agent, and learn late if this node is lost. Give torchrun the certificate that "
+            "examples/deploy/certificates.sh makes for agents of this node."
+        )
 
 
-def _flags(parameters: RendezvousParameters) -> list[str]:
+def _whose(certificates: Tls | None, hello: pb.HelloReply) -> str:
+    """Returns with what this node's daemon calls others; see `AgentFacts.certificates`.
+
+    Args:
+        certificates: of this agent. Those of its daemon are of the same user.
+        hello: the answer of the daemon.
+    """
+    if hello.tls:
+        return f"user {certificates.role.user}" if certificates else ""
+    return "" if all(each.startswith("unix:") for each in hello.addresses) else PLAIN
+
+
+def _flags(parameters: RendezvousParameters, certificates: Tls | None) -> list[str]:
     """Returns the flags for a daemon that is started now.
 
-    In a job of several nodes the daemon must listen on an address that other nodes can reach.
+    In a job of several nodes the daemon must listen on an address that other nodes can reach. With
+    the certificate of an agent it can't: it would serve with a key that is no daemon's.
     """
     host = parameters.local_addr or own_host(parameters.endpoint)
-    is_safe = "REFT_TLS_CERT" in os.environ or "REFT_INSECURE" in os.environ or host.startswith("127.")
+    if certificates:
+        may_listen = bool(certificates.role.node)
+    else:
+        may_listen = "REFT_INSECURE" in os.environ or host.startswith("127.")
     listen = f"[{host}]:0" if ":" in host else f"{host}:0"
-    return ["--listen", listen] if parameters.max_nodes > 1 and "REFT_LISTEN" not in os.environ and is_safe else []
+    return ["--listen", listen] if parameters.max_nodes > 1 and "REFT_LISTEN" not in os.environ and may_listen else []
 
 
 def own_host(endpoint: str) -> str:
@@ -147,7 +186,7 @@ def free_under_slurm(address: str, job: str) -> None:
 def tls() -> Tls | None:
     """Returns the certificates for calls to daemons of other nodes; None if there are none.
 
-    They are those of this node's daemon, from REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA.
+    They are those of REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA.
     """
     paths = [os.environ.get(f"REFT_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
     if not all(paths):

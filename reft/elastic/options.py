@@ -37,6 +37,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "ca_cert": ("", "etcd: file with the CA certificate; switches to https"),
     "ssl_cert": ("", "etcd: file with the client certificate"),
     "ssl_cert_key": ("", "etcd: file with the key of the client certificate"),
+    "etcd_user": ("", "etcd: name of a user; the password is in REFT_ETCD_PASSWORD"),
 }
 # torchrun adds these two to every rendezvous. reft is built on torch's dynamic rendezvous, which
 # uses neither.

@@ -25,6 +25,7 @@ torch's operations and timeouts stay. What differs is numbered below.
 7. torch's record of each action is cheap here. torch searches all loaded modules for the name of
    the caller. That takes tens of milliseconds between reading and writing the state, and other
    agents write first. Here an event has the name of the class, and its message names the action.
+8. A node is refused when it joins if its daemon and those of the job could not call each other.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from torch.distributed.elastic.events import NodeState, construct_and_record_rdz
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, RendezvousSettings
 
 from reft.core.membership.sticky_ranks import PreviousRank, assign
-from reft.elastic.shared_state import AgentFacts, SharedState, decode, encode, member
+from reft.elastic.entry_seal import EntrySeal, RefusedEntry
+from reft.elastic.shared_state import AgentFacts, SharedState, check_certificates, member
 from reft.elastic.torch_internals import (
     Action,
     NodeDesc,
@@ -100,12 +102,14 @@ class StateHolder(RendezvousStateHolder):
         node: this agent.
         is_gone: returns whether a node is known to be gone, from the node's facts and the time
             (monotonic) of its last keep-alive.
+        seal: signs and judges what is written and read.
     """
 
     def __init__(
-        self, backend: RendezvousBackend, settings: RendezvousSettings, node: NodeDesc, is_gone: IsGone
+        self, backend: RendezvousBackend, settings: RendezvousSettings, node: NodeDesc, is_gone: IsGone, seal: EntrySeal
     ) -> None:
         self._backend, self._settings, self._node, self._is_gone = backend, settings, node, is_gone
+        self._seal = seal
         self._state = SharedState()
         self._token: Any = None
         self._dirty = False
@@ -130,17 +134,27 @@ class StateHolder(RendezvousStateHolder):
 
         Args:
             fresh: read even if the state was read a moment ago.
+
+        Raises:
+            RefusedEntry: somebody else wrote the state, before this agent has read any.
         """
         has_set = None
         if self._dirty:
-            answer = self._backend.set_state(encode(self._state), self._token)
+            answer = self._backend.set_state(self._seal.entry(self._state), self._token)
             data, self._token, has_set = answer or (None, None, False)
         elif time.monotonic() - self._synced_s < self._cache_s and not fresh:
             return None
         else:
             data, self._token = self._backend.get_state() or (None, None)
-        self._state = decode(data) if data is not None else SharedState()
         self._dirty = False
+        try:
+            self._state = self._seal.state(data)
+        except RefusedEntry as error:
+            last_state = self._seal.last_state()
+            if last_state is None:
+                raise
+            self._seal.say_once(error)
+            self._state, self._dirty = last_state, True  # the next sync writes over the refused entry
         previous_s, self._synced_s = self._synced_s, time.monotonic()
         self._remove_gone(was_late=self._synced_s - previous_s > self._expiry_s / 2)
         return has_set
@@ -213,6 +227,12 @@ class Executor(OpExecutor):
         super().run(handler, deadline, update_deadline)
 
     def _keep_alive(self) -> None:
+        """Signs this node in, and at each sign of life again.
+
+        Raises:
+            ConfigError: this node's daemon could not work with those of the job.
+        """
+        check_certificates(self._facts, self._state)
         super()._keep_alive()
         self._state.facts[self._node] = self._facts
 

@@ -51,7 +51,6 @@ REQUIRED = _table(
         RENDEZVOUS
         + "dynamic_rendezvous:_DistributedRendezvousOpExecutor": "_node _state _settings _record _keep_alive "
         "_add_to_participants _remove_from_participants _mark_rendezvous_complete",
-        RENDEZVOUS + "c10d_rendezvous_backend:C10dRendezvousBackend": "_call_store",
         RENDEZVOUS + "utils": "_matches_machine_hostname",
     },
 )

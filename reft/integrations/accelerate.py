@@ -107,5 +107,5 @@ def attach(
     named: dict[str, Any] = {"data": loader, "lr": inner, "scaler": accelerator.scaler}
     state |= {name: each for name, each in named.items() if each is not None}
     if loader is None and accelerator.is_main_process:
-        say("not covered: the data position. Pass reft.ResumableLoader(loader), and iterate it.")
+        say("no loader was passed, so its position is not held. Pass reft.ResumableLoader(loader), and iterate it.")
     return reft.attach(model, optimizers, **{**options, "state": state | options.get("state", {})})

@@ -33,7 +33,9 @@ def attach(engine: Any, *, state: Mapping[str, Any] | None = None, **options: An
     """
     objects = dict(state or {})
     if not objects and engine.global_rank == 0:
-        say("not covered: the data position. Pass the source of the batches: attach(engine, state={'data': ...}).")
+        say(
+            "state= is empty, so no position in the data is held. Pass its source: attach(engine, state={'data': ...})."
+        )
     if engine.lr_scheduler is not None:
         objects.setdefault("lr", engine.lr_scheduler)
     schedule = engine if is_engine(engine) else None

@@ -111,7 +111,7 @@ def attach(
     named = {"lr": opt_param_scheduler, **{f"data.{i}" if i else "data": each for i, each in enumerate(positions)}}
     objects |= {name: each for name, each in named.items() if each is not None} | dict(state or {})
     if "data" not in objects and torch.distributed.get_rank() == 0:
-        say("not covered: the data position. Pass the source of the micro batches: attach(..., data=...).")
+        say("data= was not passed, so no position in the data is held. Pass its source: attach(..., data=...).")
     session = reft.attach(list(chunks), optimizer, state=objects, **options)
     for config in {id(config): config for config in (unwrapped(chunk).config for chunk in chunks)}.values():
         config.timers = IdleTimers(session.idle, config.timers)

@@ -39,6 +39,13 @@ class CannotFold(ReftError):
     """The state can't be recomputed from what was recorded."""
 
 
+def load_optimizers() -> None:
+    """Loads what torch loads with the first optimizer: its compiler, a second of processor time."""
+    scratch = torch.zeros(1)
+    scratch.grad = torch.zeros(1)
+    torch.optim.SGD([scratch]).step()
+
+
 def reads_parameter(kind: str, scalars: Mapping[str, Any]) -> bool:
     """Whether an update of the state reads the parameter: its decay is added to the gradient."""
     is_decoupled = kind == "AdamW" or bool(scalars.get("decoupled_weight_decay"))

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
-import stat
 import subprocess
 import sys
 import threading
@@ -27,6 +25,7 @@ from pathlib import Path
 
 from reft.config import Config, child_environment
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
+from reft.folders import claim_folder
 from reft.wire import daemon_launcher, messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -38,7 +37,9 @@ START_DEADLINE_S = 30.0
 HELLO_DEADLINE_S = 5.0
 
 
-def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0, job: str = "") -> pb.HelloReply:
+def hello(
+    address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0, job: str = "", launch: str = ""
+) -> pb.HelloReply:
     """Returns the daemon's HelloReply, which also says whether it holds `job`.
 
     Args:
@@ -47,12 +48,13 @@ def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0
         agent_pid: of a torchrun agent, as the daemon sees it; the daemon stays while that agent
             lives. 0: none.
         job: the job that the answer covers; empty: none.
+        launch: of the calling trainer, which then gets the job's token if its agent has a job key.
 
     Raises:
         DaemonUnavailable: no daemon answered in time.
         AttachError: a daemon of another protocol.
     """
-    reply: pb.HelloReply = rpc.call(address, "Hello", messages.hello(job, agent_pid), deadline_s)
+    reply: pb.HelloReply = rpc.call(address, "Hello", messages.hello(job, agent_pid, launch), deadline_s)
     messages.check_protocol(reply.protocol, reply.oldest, f"the daemon at {address} speaks", "this program")
     return reply
 
@@ -69,20 +71,11 @@ def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str,
 
     Raises:
         DaemonUnavailable: the named daemon does not answer, or none could be started.
-        ConfigError: the named address is invalid, or belongs to a daemon of another host.
+        ConfigError: the named address is no unix socket.
     """
     answer_s = min(START_DEADLINE_S, config.attach_deadline_s)
     if config.daemon:
-        reply = hello(rpc.check_address(config.daemon), answer_s, job=job)
-        if config.daemon.startswith("unix:"):
-            return config.daemon, reply
-        unix = [address for address in reply.addresses if address.startswith("unix:")]
-        if not unix or not Path(unix[0].removeprefix("unix:")).exists():
-            raise ConfigError(
-                f"the daemon at {config.daemon} runs on another host or in another mount namespace.",
-                "name the daemon of this node: slots are memory that both map",
-            )
-        return unix[0], reply
+        return config.daemon, hello(rpc.check_local_address(config.daemon), answer_s, job=job)
     folder = own_folder(Path(config.runtime_dir))
     address = rpc.check_address(f"unix:{folder / 'daemon.sock'}")
     try:
@@ -95,16 +88,12 @@ def own_folder(folder: Path) -> Path:
     """Returns the runtime folder, and makes it if it is missing.
 
     Raises:
-        ConfigError: the folder can't be made, or belongs to another user.
+        ConfigError: the folder can't be made, or others can write it.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.lstat()
+        return claim_folder(folder)
     except OSError as error:
         raise ConfigError(f"the runtime folder {folder} can't be made: {error}.", "set REFT_RUNTIME_DIR") from error
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
-        raise ConfigError(f"{folder} is not a folder that only you can write.", "set REFT_RUNTIME_DIR to one")
-    return folder
 
 
 def _start(folder: Path, address: str, flags: Sequence[str]) -> pb.HelloReply:
@@ -117,7 +106,7 @@ def _start(folder: Path, address: str, flags: Sequence[str]) -> pb.HelloReply:
             pass
         log_path = folder / "daemon.log"
         command = [sys.executable, "-m", "reft_daemon", "--socket", str(folder / "daemon.sock"),
-                   "--idle-exit", str(IDLE_EXIT_S), *flags]  # fmt: skip
+                   "--idle-exit", str(IDLE_EXIT_S), "--log", str(log_path), *flags]  # fmt: skip
         with open(log_path, "ab") as output:
             process = subprocess.Popen(
                 command,

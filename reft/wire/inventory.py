@@ -8,8 +8,8 @@ The plan is the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldRecord, Hel
 from reft.core.status.loss_analysis import LossAnalysis
 from reft.core.status.protection import Protection, protection
 from reft.wire import messages
-from reft.wire.manifest import placement_of
+from reft.wire.manifest import LayoutsByRank, layouts_of, placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 
 Held = TypeVar("Held", bound=HeldSlot)
@@ -40,10 +40,15 @@ def is_itself(surveyed: pb.SurveyedNode) -> bool:
     return surveyed.HasField("reply") and surveyed.reply.node_id == surveyed.node.id
 
 
+def silence_in(surveyed: Iterable[pb.SurveyedNode]) -> dict[str, str]:
+    """Returns name → reason, by name, for each node that gave no answer."""
+    return dict(sorted((each.node.name, each.trouble) for each in surveyed if not each.HasField("reply")))
+
+
 def facts_from(manifest: pb.Manifest) -> ManifestFacts:
     """Returns the parts of a manifest that decisions need."""
     members = tuple(ManifestNode(node.id, node.name, node.domain, tuple(node.ranks)) for node in manifest.nodes)
-    return ManifestFacts(manifest.token, members, FailureHistory(manifest.trained_s, manifest.failures))
+    return ManifestFacts(messages.job_mark(manifest), members, FailureHistory(manifest.trained_s, manifest.failures))
 
 
 def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
@@ -102,7 +107,7 @@ class JobSurvey:
     """
 
     replies: Mapping[str, pb.InventoryReply]
-    silent: tuple[str, ...] = ()
+    silent: Mapping[str, str] = field(default_factory=dict)
     emptied: tuple[str, ...] = ()
     before: JobSurvey | None = None
     storage: StoredHistory | None = None
@@ -136,6 +141,13 @@ class JobSurvey:
         """Returns the newest manifest; None if no node and no opened checkpoint has it."""
         known = self.manifests.get(self.decision.epoch) if self.decision else None
         return self.storage.manifest if known is None and self.storage is not None else known
+
+    @property
+    def tokens(self) -> list[bytes]:
+        """Returns the tokens that the answers name, those of the newest attach first."""
+        newest = sorted(self.manifests, key=lambda epoch: epoch.counter, reverse=True)
+        tokens = [token for epoch in newest for token in messages.known_tokens(self.manifests[epoch])]
+        return [each for each in dict.fromkeys(tokens) if each][: messages.TOKENS_MAX]
 
     @property
     def not_recomputed(self) -> str:
@@ -186,10 +198,15 @@ class JobSurvey:
         return {ident: pb.Node(name=reply.node, id=ident) for ident, reply in self.replies.items()} | known
 
     @cached_property
+    def layouts(self) -> dict[Epoch, LayoutsByRank]:
+        """Returns epoch → layouts, for the epochs whose versions may still count."""
+        return {epoch: layouts_of(self.manifests[epoch]) for epoch in self.inventory.epochs if epoch in self.manifests}
+
+    @cached_property
     def placements(self) -> dict[Epoch, Placement]:
-        """Returns epoch → placement, for the epochs whose versions may still count."""
+        """Returns epoch → placement, for the same epochs."""
         return {
-            epoch: placement_of(self.manifests[epoch]) for epoch in self.inventory.epochs if epoch in self.manifests
+            epoch: placement_of(self.manifests[epoch], known_layouts=layouts) for epoch, layouts in self.layouts.items()
         }
 
     def protection(self) -> tuple[Protection, LossAnalysis | None] | None:

@@ -183,7 +183,7 @@ def ask_slots(path: str, request: pb.SlotsRequest, give: Sequence[int], deadline
 
 
 @dataclass(frozen=True)
-class Caller:
+class CallerProcess:
     """A process as its daemon sees it.
 
     Attributes:
@@ -195,7 +195,7 @@ class Caller:
     parent: int
 
 
-def introduce(path: str, deadline_s: float) -> Caller:
+def introduce(path: str, deadline_s: float) -> CallerProcess:
     """Returns this process as the daemon sees it.
 
     Args:
@@ -209,7 +209,7 @@ def introduce(path: str, deadline_s: float) -> Caller:
     close_all(descriptors)
     if reply.WhichOneof("what") != "caller":
         raise AttachError(f"the daemon did not say who this process is: {reply.error or 'no reply.'}")
-    return Caller(Process(reply.caller.pid, reply.caller.pid_start), reply.caller.parent)
+    return CallerProcess(Process(reply.caller.pid, reply.caller.pid_start), reply.caller.parent)
 
 
 def _exchange(

@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import get_args, overload
+from typing import TypeAlias, get_args, overload
 
 from google.protobuf.message import DecodeError
 
@@ -22,8 +22,11 @@ from reft.wire import messages
 from reft.wire.capsule_format import NameTable
 from reft.wire.v1 import daemon_pb2 as pb
 
+# The distinct layouts of a manifest, and the index of each rank's layout.
+LayoutsByRank: TypeAlias = "tuple[ManifestLayouts, list[int]]"
 
-def layouts_of(manifest: pb.Manifest) -> tuple[ManifestLayouts, list[int]]:
+
+def layouts_of(manifest: pb.Manifest) -> LayoutsByRank:
     """Returns the distinct layouts predicted at attach.
 
     The second value is the index of each rank's layout.
@@ -72,23 +75,22 @@ def node_domains(nodes: Sequence[pb.Node]) -> list[int]:
     return [labels.setdefault(node.domain or f"node {node.id}", len(labels)) for node in nodes]
 
 
-def division_of(manifest: pb.Manifest, inline_bytes_max: int, own: Collection[str]) -> Division:
-    """Returns the manifest's layouts, divided into cells.
+def division_of(layouts_by_rank: LayoutsByRank, inline_bytes_max: int, own: Collection[str]) -> Division:
+    """Returns a manifest's layouts, divided into cells.
 
     Args:
-        manifest: the manifest.
+        layouts_by_rank: from `layouts_of`.
         inline_bytes_max: see `divide`.
         own: names of leaves that each rank keeps for itself.
-
-    Raises:
-        FormatError: a table can't be read, or a rank has none.
     """
-    layouts, index = layouts_of(manifest)
+    layouts, index = layouts_by_rank
     digests = layouts.digests
     return divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index], own, inline_bytes_max)
 
 
-def placement_of(manifest: pb.Manifest, known_division: Division | None = None) -> Placement:
+def placement_of(
+    manifest: pb.Manifest, known_division: Division | None = None, known_layouts: LayoutsByRank | None = None
+) -> Placement:
     """Returns where every byte of every rank's state lies.
 
     The placement is the same for all holders of the manifest. With protect "none" every rank keeps
@@ -98,6 +100,7 @@ def placement_of(manifest: pb.Manifest, known_division: Division | None = None) 
         manifest: the manifest.
         known_division: the division for no mismatched leaves, if known; computing it takes a second
             for thousands of ranks.
+        known_layouts: from `layouts_of`, if known; reading them takes time for thousands of leaves.
 
     Raises:
         FormatError: the manifest contradicts itself.
@@ -111,8 +114,9 @@ def placement_of(manifest: pb.Manifest, known_division: Division | None = None) 
     if known_division is not None and scheme != "none" and not manifest.mismatched:
         division = known_division
     else:
-        own = layouts_of(manifest)[0].names if scheme == "none" else set(manifest.mismatched)
-        division = division_of(manifest, inline_bytes_max(domains), own)
+        layouts = known_layouts or layouts_of(manifest)
+        own = layouts[0].names if scheme == "none" else set(manifest.mismatched)
+        division = division_of(layouts, inline_bytes_max(domains), own)
     tolerate = None if manifest.tolerate < 0 else manifest.tolerate
     return place(division, domains, scheme, tolerate, manifest.chunk_bytes, manifest.slots)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from reft.core.commit.decision import Decision
+from reft.core.commit.decision import KNOWN_MAX, Decision
 from reft.core.commit.pins import GuardReport, Pins, UnguardedLane
 from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, StepReport
@@ -21,8 +23,13 @@ from reft.core.recovery.restart_loop import RestoreCount
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
-PROTOCOL = 10
-OLDEST = 10  # the oldest protocol that this reft speaks beside PROTOCOL
+PROTOCOL = 11
+OLDEST = 11  # the oldest protocol that this reft speaks beside PROTOCOL
+TOKEN_BYTES = 32  # of a job, or of a launch
+JOB_MARK_BYTES = 16
+IDENT_BYTES = 16  # of an epoch
+EARLIER_TOKENS_MAX = 8
+TOKENS_MAX = 64  # that a call to pass on may name
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 NODE_REPORTS_MAX = 512  # reports in one beat, the most severe first; the next beats have the rest
@@ -54,9 +61,69 @@ def _protocols(newest: int, oldest: int) -> str:
     return f"{newest} (and older ones from {oldest} on)" if 0 < oldest < newest else str(newest)
 
 
-def hello(job: str = "", agent_pid: int = 0) -> pb.HelloRequest:
+def hello(job: str = "", agent_pid: int = 0, launch: str = "") -> pb.HelloRequest:
     """Returns the first request to a daemon; see HelloRequest."""
-    return pb.HelloRequest(protocol=PROTOCOL, oldest=OLDEST, job=job, agent_pid=agent_pid)
+    return pb.HelloRequest(protocol=PROTOCOL, oldest=OLDEST, job=job, agent_pid=agent_pid, launch=launch)
+
+
+def job_mark(manifest: pb.Manifest) -> bytes:
+    """Returns what tells a job from any other job of its name.
+
+    An older reft kept one token for the whole life of a job, and no mark.
+    """
+    return manifest.job_mark or hashlib.blake2b(manifest.token, digest_size=JOB_MARK_BYTES).digest()
+
+
+def admitting_tokens(record: pb.JobRecord) -> list[bytes]:
+    """Returns the tokens that admit other daemons to a job: the epoch's, and for a time older ones.
+
+    A node may have missed the decision of the epoch. So tokens of earlier epochs count until a
+    version of the epoch is whole.
+    """
+    return [record.manifest.token, *record.accepted_tokens]
+
+
+def known_tokens(manifest: pb.Manifest) -> list[bytes]:
+    """Returns the tokens for calls to nodes of a job, the present one first."""
+    return [manifest.token, *manifest.earlier_tokens]
+
+
+def earlier_tokens(tokens: Iterable[bytes], token: bytes) -> list[bytes]:
+    """Returns the earlier tokens beside a job's new token, the newest first; each once.
+
+    Args:
+        tokens: of the attaches before, the newest first.
+        token: the new token.
+    """
+    return [each for each in dict.fromkeys(tokens) if each and each != token][:EARLIER_TOKENS_MAX]
+
+
+def check_tokens(manifest: pb.Manifest) -> None:
+    """Raises ConfigError unless token, mark and earlier tokens of a manifest have their sizes."""
+    earlier = manifest.earlier_tokens
+    if len(manifest.token) != TOKEN_BYTES or len(manifest.job_mark) not in (0, JOB_MARK_BYTES):
+        raise ConfigError(
+            f"the manifest of job {manifest.job} has a token of {len(manifest.token)} bytes and a mark of "
+            f"{len(manifest.job_mark)}; {TOKEN_BYTES} and {JOB_MARK_BYTES} are needed."
+        )
+    if len(earlier) > EARLIER_TOKENS_MAX or any(len(each) != TOKEN_BYTES for each in earlier):
+        raise ConfigError(
+            f"the manifest of job {manifest.job} has {len(earlier)} earlier tokens; it may have {EARLIER_TOKENS_MAX} of "
+            f"{TOKEN_BYTES} bytes."
+        )
+
+
+def check_decision(job: str, decision: pb.Decision) -> None:
+    """Raises ConfigError for a decision that no attach of the job makes."""
+    versions = [decision.base] * decision.HasField("base") + [decision.guard] * decision.HasField("guard")
+    epochs = (decision.epoch, *decision.known, *(version.epoch for version in versions))
+    if any(len(epoch.ident) != IDENT_BYTES for epoch in epochs):
+        raise ConfigError(f"an epoch of job {job} has no id of {IDENT_BYTES} bytes.")
+    if len(decision.known) > KNOWN_MAX:
+        raise ConfigError(f"a decision of job {job} names {len(decision.known)} attaches; the limit is {KNOWN_MAX}.")
+    newest = max((version.step for version in versions), default=0)
+    if newest > STEP_MAX:
+        raise ConfigError(f"a decision of job {job} names step {newest}; steps end at {STEP_MAX}.")
 
 
 def epoch_to(epoch: Epoch) -> pb.Epoch:
@@ -96,6 +163,11 @@ def decision_from(message: pb.Decision) -> Decision:
     base = version_from(message.base) if message.HasField("base") else None
     guard = version_from(message.guard) if message.HasField("guard") else None
     return Decision(epoch_from(message.epoch), base, tuple(map(epoch_from, message.known)), guard)
+
+
+def job_of(request: Any) -> str:
+    """Returns the job that a request is about."""
+    return str(request.job if "job" in request.DESCRIPTOR.fields_by_name else request.manifest.job)
 
 
 def manifests_from(
@@ -172,10 +244,29 @@ def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
 
 
 def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
+    """Returns what a round has decided.
+
+    Raises:
+        ConfigError: a step is above STEP_MAX.
+    """
     pins = pins_from(message.pins) if message.HasField("pins") else Pins()
     interval = SnapshotInterval(message.interval_start, message.every)
     open_steps, mismatched = frozenset(message.open), frozenset(message.mismatched)
-    return Outcome(pins, message.until, open_steps, mismatched, interval, layout_outcome_from(message.layout))
+    layout = layout_outcome_from(message.layout)
+    steps = (
+        pins.whole,
+        pins.turn,
+        pins.protected,
+        pins.kept,
+        pins.persist,
+        message.until,
+        interval.start,
+        layout.start,
+    )
+    newest = max((*steps, *open_steps))
+    if newest > STEP_MAX:
+        raise ConfigError(f"step {newest} can't be decided: steps end at {STEP_MAX}.")
+    return Outcome(pins, message.until, open_steps, mismatched, interval, layout)
 
 
 def pins_to(pins: Pins) -> pb.Pins:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import ipaddress
+import os
 import socket
+import stat
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from reft.errors import (
     AlreadyAttached,
@@ -21,12 +26,13 @@ from reft.errors import (
     split_remedy,
 )
 from reft.wire import messages
+from reft.wire.certificate_role import REMEDY
 from reft.wire.tls import Tls
+from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 # Bytes: two manifests of 16 MiB, as in a decision or an inventory, and their envelope.
 MESSAGE_MAX: Final = 34 << 20
-TOKEN_KEY: Final = "reft-token-bin"
 PROTOCOL_KEY: Final = "reft-protocol"
 OLDEST_KEY: Final = "reft-oldest"
 PROTOCOL_METADATA: Final = ((PROTOCOL_KEY, str(messages.PROTOCOL)), (OLDEST_KEY, str(messages.OLDEST)))
@@ -40,7 +46,6 @@ OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),  # gRPC's own two minutes outlast a recovery
     ("grpc.enable_http_proxy", 0),
-    ("grpc.http2.max_ping_strikes", 0),  # a server must not punish the pings of our own clients
 )
 # gRPC's least backoff is also the time that a connection may take to be made. On busy cores that
 # can be seconds. Callers limit their waiting by a deadline anyway.
@@ -66,6 +71,9 @@ STATUS_OF: Final[dict[type[ReftError], grpc.StatusCode]] = {
     AttachError: grpc.StatusCode.FAILED_PRECONDITION,
     DaemonUnavailable: grpc.StatusCode.UNAVAILABLE,
 }
+# gRPC's words for a certificate of another user, of an agent, or of another authority.
+_CERTIFICATE_REFUSED: Final = ("Verification Check failed", "CERTIFICATE_VERIFY_FAILED")
+_Options = tuple[tuple[str, int | str], ...]
 _ERROR_OF: Final = {status: kind for kind, status in STATUS_OF.items()}
 CODES: Final[dict[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -92,9 +100,16 @@ def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
         remedy = "daemon, trainers and reft-cli must run as one user" if is_another_users else _start(address)
         # "failed to connect to all addresses; last error: CODE: ADDRESS: why"
         reason = details.partition("; last error: ")[2].split(": ", 2)[-1] or details
-        reason = reason.removeprefix("connect failed: ").removeprefix(f"addr: {address} error: ")
+        reason = reason.rstrip(".").removeprefix("connect failed: ").removeprefix(f"addr: {address} error: ")
+        if is_certificate_refused(details):
+            return DaemonUnavailable(f"the certificate at {address} is not of a daemon of this user: {reason}.", REMEDY)
         return DaemonUnavailable(f"no daemon answers at {address}: {reason}.", remedy)
     return _ERROR_OF.get(code, AttachError)(*split_remedy(details or f"the daemon at {address} failed: {code}."))
+
+
+def is_certificate_refused(details: str) -> bool:
+    """Returns whether a call failed because of the certificate at the called address."""
+    return any(words in details for words in _CERTIFICATE_REFUSED)
 
 
 def _start(address: str) -> str:
@@ -122,6 +137,39 @@ def check_address(address: str) -> str:
     return address
 
 
+def check_local_address(address: str) -> str:
+    """Returns the address, if it is a unix socket.
+
+    Raises:
+        ConfigError: the address is no unix socket, or has too long a path.
+    """
+    if not address.startswith("unix:"):
+        raise ConfigError(
+            f"{address!r} is no unix socket. Over TCP a daemon answers only other daemons and agents.",
+            "name the daemon of this node: unix:/path/to/daemon.sock",
+        )
+    return check_address(address)
+
+
+def check_private(address: str) -> Path:
+    """Returns the path of a unix: address, if no other user can put a socket there.
+
+    There need not be a socket: a daemon that restarts makes it again.
+
+    Raises:
+        OSError: the folder is not this user's own with mode 0700, or there is something else.
+    """
+    path = Path(address.removeprefix("unix:"))
+    folder = path.parent.lstat()
+    is_private = stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o077
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        is_private = is_private and stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+    if not is_private:
+        raise ConnectionError(f"{path} is no socket in a folder that only this user can enter (mode 0700)")
+    return path
+
+
 def is_loopback(host: str) -> bool:
     """Returns whether only this machine reaches a host: all its addresses are loopback ones.
 
@@ -142,7 +190,7 @@ def channel(address: str, tls: Tls | None = None) -> grpc.Channel:
     options = _options(address)
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(check_address(address), options=options)
-    return grpc.secure_channel(check_address(address), tls.client(), options=options)
+    return grpc.secure_channel(check_address(address), *_secured(tls, options))
 
 
 def call(address: str, method: str, request: Any, deadline_s: float) -> Any:
@@ -151,9 +199,12 @@ def call(address: str, method: str, request: Any, deadline_s: float) -> Any:
     Raises:
         ReftError: the call failed; see `error_of`.
     """
+    name, reply = method_of(pb_grpc.DaemonStub, method)
     with channel(address) as connection:
+        # A stub would make an object for each method of the daemon.
+        make_call = connection.unary_unary(name, type(request).SerializeToString, reply.FromString)
         try:
-            return getattr(pb_grpc.DaemonStub(connection), method)(request, timeout=deadline_s)
+            return make_call(request, timeout=deadline_s)
         except grpc.RpcError as error:
             raise error_of(error, address) from error
 
@@ -169,19 +220,34 @@ def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio
     options = (*_options(address), ("grpc.use_local_subchannel_pool", int(apart)))
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(check_address(address), options=options)
-    return grpc.aio.secure_channel(check_address(address), tls.client(), options=options)
+    return grpc.aio.secure_channel(check_address(address), *_secured(tls, options))
 
 
-def _options(address: str) -> tuple[tuple[str, int], ...]:
-    return (*OPTIONS, *(_LOCAL_OPTIONS if address.startswith("unix:") else _REMOTE_OPTIONS))
+def _secured(tls: Tls, options: _Options) -> tuple[grpc.ChannelCredentials, _Options]:
+    """Returns credentials and options of a channel, which keeps the certificates of this moment.
 
-
-def peer_metadata(token: bytes) -> tuple[tuple[str, str | bytes], ...]:
-    """Returns the metadata of a call to a daemon of another node.
-
-    The token proves that the caller belongs to the job; the rest says the caller's protocol.
+    Only a daemon of the same user is called: the name in its certificate replaces the host's, which
+    would say where a daemon runs, and not whose it is. Which of the user's daemons answers is what
+    the job's proof shows.
     """
-    return ((TOKEN_KEY, token), *PROTOCOL_METADATA)
+    key, cert, ca = tls.content
+    name = ("grpc.ssl_target_name_override", tls.role.server_name)
+    return grpc.ssl_channel_credentials(ca, key, cert), (*options, name)
+
+
+def method_of(stub: type, name: str) -> tuple[str, type[Message]]:
+    """Returns a method's full name, and the class of its replies.
+
+    Args:
+        stub: class of the service's stub.
+        name: of the method.
+    """
+    method = pb.DESCRIPTOR.services_by_name[stub.__name__.removesuffix("Stub")].methods_by_name[name]
+    return f"/{method.containing_service.full_name}/{name}", GetMessageClass(method.output_type)
+
+
+def _options(address: str) -> _Options:
+    return (*OPTIONS, *(_LOCAL_OPTIONS if address.startswith("unix:") else _REMOTE_OPTIONS))
 
 
 def says_protocol(metadata: object) -> bool:
@@ -199,9 +265,3 @@ def check_peer(metadata: object, who: str, ours: str) -> None:
     theirs, oldest = (str(values.get(key, unsaid)) for key, unsaid in ((PROTOCOL_KEY, SILENT), (OLDEST_KEY, 0)))
     is_number = theirs.isdecimal() and oldest.isdecimal()
     messages.check_protocol(*((int(theirs), int(oldest)) if is_number else (0, 0)), who, ours)
-
-
-def has_token(metadata: object, token: bytes) -> bool:
-    """Returns whether `metadata` carries the job's token; compares in constant time."""
-    token_sent = dict(metadata or ()).get(TOKEN_KEY, b"")  # type: ignore[call-overload]
-    return bool(token) and isinstance(token_sent, bytes) and hmac.compare_digest(token_sent, token)

@@ -25,6 +25,7 @@ the last byte, and SEALED once the digests are there too. If the writer dies, an
 the slot may turn LANDED into SEALED. A reader trusts only a SEALED slot, and checks the digests of
 the bytes that it reads. The header names a layout only after a version of that layout has landed
 here. Then the slot has the table, and the zeros between the live bytes, which are written once.
+Sequence numbers end at SEQ_MAX, which no writer reaches: a greater one is a damaged copy.
 
 Versions of this format: a reader reads any minor number of the majors in READABLE, and refuses
 other majors by name. In format 1 all leaves lay in the data, each at its offset. Since format 2
@@ -37,6 +38,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +61,7 @@ MINOR: Final = 0
 PAGE: Final = 4096
 TABLE_MAX: Final = 64 << 20
 CAPSULE_MAX: Final = 1 << 20
+SEQ_MAX: Final = 1 << 63  # of a header: a trainer needs 90,000 years to write so many
 DIGEST_KIND_XXH3_64: Final = 1
 # magic, major, minor, seq, state, digest kind, rank, job, epoch counter, epoch id, step, layout
 # digest, chunk bytes, table capacity, data capacity, table bytes, table digest, capsule bytes,
@@ -174,6 +177,8 @@ def _header_of(fields: tuple[Any, ...]) -> Header:
      table_bytes, table_digest, capsule_bytes, capsule_digest, data_bytes) = fields  # fmt: skip
     if kind != DIGEST_KIND_XXH3_64 or state not in SlotState.__members__.values():
         raise FormatError(f"unknown digest kind {kind!r} or state {state!r}.")
+    if seq > SEQ_MAX:
+        raise FormatError(f"the header has sequence number {seq}; the last one is {SEQ_MAX}.")
     if not chunk or table_bytes > table_capacity or capsule_bytes > CAPSULE_MAX or data_bytes > data_capacity:
         raise FormatError("the header has sizes that exceed the slot.")
     return Header(
@@ -192,15 +197,19 @@ def _header_of(fields: tuple[Any, ...]) -> Header:
     )
 
 
-def newest_header(slot: Bytes) -> Header:
+def newest_header(slot: Bytes, file_bytes: int | None = None) -> Header:
     """Returns the header that counts: the valid copy with the greater sequence number.
 
+    Args:
+        slot: the slot's bytes; at least its first two pages.
+        file_bytes: size of the slot's file; None: `slot` has all of its bytes.
+
     Raises:
-        FormatError: neither copy is valid, or the mapping is smaller than the slot.
+        FormatError: neither copy is valid, or the file is smaller than the slot.
     """
-    header = best_header(slot)
-    if header.geometry.file_bytes > slot.nbytes:
-        raise FormatError(f"the slot says {header.geometry.file_bytes} bytes, but its file has {slot.nbytes}.")
+    header, nbytes = best_header(slot), slot.nbytes if file_bytes is None else file_bytes
+    if header.geometry.file_bytes > nbytes:
+        raise FormatError(f"the slot says {header.geometry.file_bytes} bytes, but its file has {nbytes}.")
     return header
 
 
@@ -230,6 +239,9 @@ def best_header(slot: Bytes) -> Header:
 class SlotMap:
     """Reads and writes the parts of a mapped slot. A writer must be the slot's only writer.
 
+    The kernel ends a process that touches the mapping of a cut file (SIGBUS). A process that must
+    not end uses a FileSlotMap.
+
     Attributes:
         header: the slot's newest header, as last read.
         is_new_layout: whether no version of the layout begun last has landed here. Then the zeros
@@ -250,7 +262,8 @@ class SlotMap:
         self._slot = slot
         self._file = file
         self._preadv = preadv or _preadv
-        self.header = newest_header(slot)
+        self.header: Header
+        self.reread()
         self.is_new_layout = True
         self._new_table_fields: dict[str, object] = {}
 
@@ -258,11 +271,16 @@ class SlotMap:
     def create(cls, slot: Bytes, geometry: Geometry, job: str, rank: int, file: int | None = None) -> SlotMap:
         """Makes an empty slot of `slot`, whose size must be geometry.file_bytes."""
         for seq in (0, 1):
-            _store_header(slot, Header(geometry, job, rank, seq=seq))
+            encoded = Header(geometry, job, rank, seq=seq).encode()
+            slot[seq * PAGE : seq * PAGE + len(encoded)] = np.frombuffer(encoded, np.uint8)
         return cls(slot, file)
 
     def reread(self) -> Header:
-        """Returns the header as it is now; another process may have written it."""
+        """Returns the header as it is now; another process may have written it.
+
+        Raises:
+            FormatError: see `newest_header`.
+        """
         self.header = newest_header(self._slot)
         return self.header
 
@@ -307,6 +325,14 @@ class SlotMap:
             if count:
                 rest[0] = rest[0][count:]
 
+    def write(self, begin: int, data: Bytes) -> None:
+        """Writes uint8 [n] to the data from `begin` on.
+
+        Raises:
+            FormatError: the bytes can't be written.
+        """
+        np.copyto(self.data[begin : begin + data.nbytes], data)
+
     def chunk(self, index: int) -> Bytes:
         """Returns the bytes of one chunk of the version in the slot."""
         size = self.header.geometry.chunk_bytes
@@ -344,7 +370,8 @@ class SlotMap:
         self.is_new_layout = self.header.layout != layout or self.header.table_bytes != len(table)
         # A writer may fail before LANDED. Then no header may promise its table and zeros.
         table_fields = {"layout": bytes(16), "table_bytes": 0, "table_digest": 0} if self.is_new_layout else {}
-        self._write_header(
+        _write_header(
+            self,
             state=SlotState.WRITING,
             version=version,
             data_bytes=data_bytes,
@@ -375,17 +402,23 @@ class SlotMap:
 
     def landed(self) -> None:
         """Sets LANDED: every byte of this version is in the slot."""
-        self._write_header(state=SlotState.LANDED, **self._new_table_fields)
+        _write_header(self, state=SlotState.LANDED, **self._new_table_fields)
         self._new_table_fields = {}
 
     def sealed(self, digests: npt.NDArray[np.uint64]) -> None:
-        """Sets SEALED, with the digest of each chunk of this version."""
-        self.digests[: self.chunks] = digests
-        self._write_header(state=SlotState.SEALED)
+        """Sets SEALED, with the digest of each chunk of this version.
+
+        Raises:
+            FormatError: there are more or fewer digests than chunks.
+        """
+        if len(digests) != self.chunks:
+            raise FormatError(f"there are {len(digests)} digests for {self.chunks} chunks.")
+        self._write_bytes(self.header.geometry.digests_offset, np.asarray(digests, "<u8").tobytes())
+        _write_header(self, state=SlotState.SEALED)
 
     def empty(self) -> None:
         """Sets EMPTY: the slot holds no version any more."""
-        self._write_header(state=SlotState.EMPTY, version=None, capsule_bytes=0, capsule_digest=0)
+        _write_header(self, state=SlotState.EMPTY, version=None, capsule_bytes=0, capsule_digest=0)
 
     def table(self) -> bytes:
         """Returns the leaf table's bytes.
@@ -394,7 +427,8 @@ class SlotMap:
             FormatError: its digest is wrong.
         """
         header = self.header
-        return self._read_verified("leaf table", header.geometry.table_offset, header.table_bytes, header.table_digest)
+        data = self._read_bytes(header.geometry.table_offset, header.table_bytes)
+        return _verified("leaf table", header, data, header.table_digest)
 
     def capsule(self) -> bytes:
         """Returns the capsule's bytes.
@@ -403,27 +437,107 @@ class SlotMap:
             FormatError: its digest is wrong.
         """
         header = self.header
-        return self._read_verified(
-            "capsule", header.geometry.capsule_offset, header.capsule_bytes, header.capsule_digest
-        )
+        data = self._read_bytes(header.geometry.capsule_offset, header.capsule_bytes)
+        return _verified("capsule", header, data, header.capsule_digest)
 
     def bad_chunks(self) -> list[int]:
         """Returns the chunks whose digest is wrong."""
         digests = self.digests
         return [i for i, digest in enumerate(self.digests_of(0, self.chunks)) if digest != int(digests[i])]
 
-    def _read_verified(self, what: str, offset: int, size: int, digest: int) -> bytes:
-        data = self._slot[offset : offset + size].tobytes()
-        if xxhash.xxh3_64_intdigest(data) != digest:
-            raise FormatError(f"the {what} of rank {self.header.rank}, {self.header.version} has a wrong digest.")
-        return data
+    def _read_bytes(self, offset: int, size: int) -> bytes:
+        return self._slot[offset : offset + size].tobytes()
 
     def _write_bytes(self, offset: int, data: bytes) -> None:
         self._slot[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
-    def _write_header(self, **changes: object) -> None:
-        self.header = replace(self.header, seq=self.header.seq + 1, **changes)  # type: ignore[arg-type]
-        _store_header(self._slot, self.header)
+
+class FileSlotMap(SlotMap):
+    """A slot whose bytes are read and written through a descriptor, and never mapped.
+
+    Another process may cut the file at any time: that is an error here, and no signal. A damaged
+    page of memory is an error, too.
+
+    Args:
+        file: descriptor of the slot's file. This object uses a copy of the descriptor, which lives
+            as long as this object: a thread that still writes can't reach another file.
+
+    Raises:
+        FormatError: the file is no slot.
+        OSError: the descriptor can't be copied.
+    """
+
+    def __init__(self, file: int) -> None:
+        own = os.dup(file)
+        weakref.finalize(self, os.close, own)
+        super().__init__(np.empty(0, np.uint8), own)
+
+    @classmethod
+    def create_in(cls, file: int, geometry: Geometry, job: str, rank: int) -> FileSlotMap:
+        """Makes an empty slot in a file, whose size must be geometry.file_bytes.
+
+        Raises:
+            FormatError, OSError: the file can't be written.
+        """
+        for seq in (0, 1):
+            _write_file(file, seq * PAGE, Header(geometry, job, rank, seq=seq).encode())
+        return cls(file)
+
+    @property
+    def data(self) -> Bytes:
+        """Not at hand: `read` and `write` copy bytes of the data."""
+        raise TypeError("the slot is not mapped: use read() and write()")
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """Returns a copy of the digest of each chunk of the capacity."""
+        geometry = self.header.geometry
+        return np.frombuffer(self._read_bytes(geometry.digests_offset, 8 * geometry.chunks), "<u8")
+
+    def write(self, begin: int, data: Bytes) -> None:
+        """Writes uint8 [n] to the data from `begin` on; see `SlotMap.write`."""
+        if data.nbytes and begin + data.nbytes > self.header.geometry.data_capacity:
+            raise FormatError(f"{data.nbytes} bytes from {begin} on end behind the slot's data.")
+        self._write_bytes(self.header.geometry.data_offset + begin, data.data)
+
+    def reread(self) -> Header:
+        """Returns the header as it is now; see `SlotMap.reread`."""
+        pages = np.frombuffer(self._read_bytes(0, 2 * PAGE), np.uint8)
+        self.header = newest_header(pages, os.fstat(self._own).st_size)
+        return self.header
+
+    def _read_bytes(self, offset: int, size: int) -> bytes:
+        data = np.empty(size, np.uint8)
+        try:
+            read_file(self._own, offset, data)
+        except OSError as error:
+            raise FormatError(f"byte {offset} of the slot can't be read: {error}.") from error
+        return data.tobytes()
+
+    def _write_bytes(self, offset: int, data: bytes | memoryview) -> None:
+        try:
+            _write_file(self._own, offset, data)
+        except OSError as error:
+            raise FormatError(f"byte {offset} of the slot can't be written: {error}.") from error
+
+    @property
+    def _own(self) -> int:
+        assert self._file is not None, "the constructor sets it"
+        return self._file
+
+
+def _verified(what: str, header: Header, data: bytes, digest: int) -> bytes:
+    if xxhash.xxh3_64_intdigest(data) != digest:
+        raise FormatError(f"the {what} of rank {header.rank}, {header.version} has a wrong digest.")
+    return data
+
+
+def _write_header(slot: SlotMap, **changes: object) -> None:
+    if slot.header.seq >= SEQ_MAX:
+        raise FormatError(f"rank {slot.header.rank}'s slot was written {SEQ_MAX} times, and can't be again.")
+    header = replace(slot.header, seq=slot.header.seq + 1, **changes)  # type: ignore[arg-type]
+    slot._write_bytes((header.seq % 2) * PAGE, header.encode())
+    slot.header = header
 
 
 def read_head(file: int) -> tuple[bytes, Header]:
@@ -484,6 +598,18 @@ def read_file(file: int, offset: int, into: Bytes) -> None:
         read += count
 
 
+def _write_file(file: int, offset: int, data: bytes | memoryview) -> None:
+    """Writes all of `data` into a file.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(file, view, offset)
+        view, offset = view[count:], offset + count
+
+
 def chunk_digest(chunk: Bytes) -> int:
     """Returns the digest of one chunk, kind DIGEST_KIND_XXH3_64.
 
@@ -493,9 +619,3 @@ def chunk_digest(chunk: Bytes) -> int:
     state = xxhash.xxh3_64()
     state.update(chunk.data)
     return state.intdigest()
-
-
-def _store_header(slot: Bytes, header: Header) -> None:
-    encoded = header.encode()
-    offset = (header.seq % 2) * PAGE
-    slot[offset : offset + len(encoded)] = np.frombuffer(encoded, np.uint8)

@@ -13,19 +13,26 @@ file system that hangs must not silence a node.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
+import os
 import ssl
 import threading
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
-
-import grpc
+from typing import Any, Final
 
 from reft.errors import ConfigError
+from reft.log_lines import audit
+from reft.wire.certificate_role import REMEDY, Role, role_of
 
 log = logging.getLogger("reft")
 REREAD_S: Final = 60.0
+_KINDS: Final = (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
+_NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL
 
 
 class Tls:
@@ -63,20 +70,53 @@ class Tls:
         """Makes the thread read the files now. Returns at once."""
         self._files.wake.set()
 
-    def server(self) -> grpc.ServerCredentials:
-        """Returns credentials for a server; each handshake uses the newest contents."""
-        return grpc.dynamic_ssl_server_credentials(
-            self._configuration(), self._configuration, require_client_authentication=True
-        )
+    @property
+    def role(self) -> Role:
+        """Returns for whom the certificate was made. Replaced files never change this."""
+        return self._files.role
 
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        key, cert, ca = self._files.content
-        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+    def server_context(self) -> ssl.SSLContext:
+        """Returns a context for accepted sockets, of the newest contents.
 
-    def client(self) -> grpc.ChannelCredentials:
-        """Returns credentials for a channel, which keeps the contents of this moment."""
-        key, cert, ca = self._files.content
-        return grpc.ssl_channel_credentials(ca, key, cert)
+        It is the same object until the contents change. The other side must have a certificate of
+        the same authorities; what that certificate's role may do is the caller's to ask.
+        """
+        return self._files.content.server
+
+    def client_context(self) -> ssl.SSLContext:
+        """Returns a context for made sockets; the caller must look at the server's role."""
+        return self._files.content.client
+
+    @property
+    def content(self) -> tuple[bytes, bytes, bytes]:
+        """Returns key, certificate and authorities, as gRPC takes them."""
+        content = self._files.content
+        return content.key, content.cert, content.ca
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The contents of the three files at one moment, and what was made of them.
+
+    Attributes:
+        key: the PEM text.
+        cert: the PEM text.
+        ca: the PEM text.
+        role: for whom the certificate was made.
+        sha256: fingerprint of the certificate.
+        not_after: when the certificate ends.
+        server: for accepted sockets.
+        client: for made sockets.
+    """
+
+    key: bytes
+    cert: bytes
+    ca: bytes
+    role: Role = field(compare=False)
+    sha256: str = field(compare=False)
+    not_after: str = field(compare=False)
+    server: ssl.SSLContext = field(compare=False)
+    client: ssl.SSLContext = field(compare=False)
 
 
 class _CertificateFiles:
@@ -84,14 +124,16 @@ class _CertificateFiles:
 
     Attributes:
         paths: of certificate, key and authorities.
-        content: key, certificate and authorities.
+        content: of the files.
+        role: for whom the certificate was made; the same for the life of this object.
         generation: how often the contents have changed.
         wake: set to read the files now.
     """
 
     def __init__(self, cert: Path, key: Path, ca: Path) -> None:
-        self._cert, self._key, self._ca = self.paths = cert, key, ca
+        self.paths = cert, key, ca
         self.content = self._read()
+        self.role = self.content.role
         self.generation = 0
         self.wake = threading.Event()
         self._is_ended = False
@@ -111,6 +153,7 @@ class _CertificateFiles:
                 return
             try:
                 content = self._read()
+                self._check_role(content.role)
             except ConfigError as error:
                 if str(error) != logged:
                     log.error("the certificates stay as they were: %s", error)
@@ -120,19 +163,92 @@ class _CertificateFiles:
             if content != self.content:
                 self.content = content
                 self.generation += 1
-                log.info("certificates from %s, %s and %s serve from now on", self._cert, self._key, self._ca)
+                self._audit_change()
 
-    def _read(self) -> tuple[bytes, bytes, bytes]:
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self._cert, self._key, password=_refuse)
-            context.load_verify_locations(self._ca)
-            return self._key.read_bytes(), self._cert.read_bytes(), self._ca.read_bytes()
-        except OSError as error:  # ssl.SSLError is one
+    def _audit_change(self) -> None:
+        cert, key, ca = self.paths
+        content = self.content
+        audit(
+            "certificates changed", cert=cert, key=key, ca=ca, role=content.role, sha256=content.sha256,
+            not_after=content.not_after,
+        )  # fmt: skip
+
+    def _check_role(self, role: Role) -> None:
+        if role != self.role:
             raise ConfigError(
-                f"{self._cert}, {self._key} and {self._ca} can't be used for TLS: {error}.",
-                "check --tls-cert, --tls-key and --tls-ca",
+                f"{self.paths[0]} is now of the {role}; this process began as the {self.role}.",
+                "restart the process, or put its own certificate there",
+            )
+
+    def _read(self) -> _Content:
+        try:
+            cert, key, ca = (path.read_bytes() for path in self.paths)
+            with _file_of(cert) as cert_file, _file_of(key) as key_file, _file_of(ca) as ca_file:
+                server, client = (_context(kind, cert_file, key_file) for kind in _KINDS)
+                for context in (server, client):
+                    context.load_verify_locations(ca_file)
+                    context.verify_mode = ssl.CERT_REQUIRED
+                decoded = _decode(cert_file, key_file)
+        except OSError as error:  # ssl.SSLError is one
+            names = " and ".join((", ".join(map(str, self.paths[:2])), str(self.paths[2])))
+            raise ConfigError(
+                f"{names} can't be used for TLS: {error}.", "check --tls-cert, --tls-key and --tls-ca"
             ) from error
+        role = role_of(decoded)
+        if role is None or decoded is None:
+            raise ConfigError(f"{self.paths[0]} names no user (reft://user/NAME), or several.", REMEDY)
+        sha256 = hashlib.sha256(_first_certificate(cert)).hexdigest()
+        return _Content(key, cert, ca, role, sha256, str(decoded["notAfter"]), server, client)
+
+
+@contextlib.contextmanager
+def _file_of(content: bytes) -> Iterator[str]:
+    """Yields the path of an unnamed file in memory.
+
+    Python reads keys from files only. The files on disk may be replaced between two looks at them.
+    """
+    with open(os.memfd_create("reft-tls", os.MFD_CLOEXEC), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
+def _context(kind: int, cert_file: str, key_file: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(kind)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(cert_file, key_file, password=_refuse)
+    context.set_alpn_protocols(["h2"])
+    context.check_hostname = False  # of a server its role is looked at
+    # Each connection proves anew who calls: the certificate may have been replaced, or be too old.
+    context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
+    if kind == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0
+    return context
+
+
+def _decode(cert_file: str, key_file: str) -> dict[str, Any] | None:
+    """Returns a certificate as Python decodes that of a peer. Any authority may have signed it.
+
+    Python decodes only the certificate of a handshake, so this is a handshake, in memory.
+    """
+    server, client = (_context(kind, cert_file, key_file) for kind in _KINDS)
+    server.load_verify_locations(cert_file)
+    server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    server.verify_mode, client.verify_mode = ssl.CERT_REQUIRED, ssl.CERT_NONE
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    accepted = server.wrap_bio(to_server, to_client, server_side=True)
+    made = client.wrap_bio(to_client, to_server)
+    for side in (made, accepted, made, accepted):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    return accepted.getpeercert()
+
+
+def _first_certificate(cert: bytes) -> bytes:
+    """Returns the DER form of the first certificate of a PEM text."""
+    text = cert.decode("ascii", "replace")
+    begin, end = text.index(ssl.PEM_HEADER), text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
+    return ssl.PEM_cert_to_DER_cert(text[begin:end])
 
 
 def _refuse() -> str:

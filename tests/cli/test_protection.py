@@ -65,7 +65,7 @@ def job_survey(
                 if i in capsule_holders(other, range(nodes), tolerate):
                     inventory.capsules.add(rank=other, version=version)
         replies[f"id{i}"] = inventory
-    return JobSurvey(replies, tuple(f"node-{'abcdef'[i]}" for i in sorted(lost)))
+    return JobSurvey(replies, {f"node-{'abcdef'[i]}": "" for i in sorted(lost)})
 
 
 def lines_of(survey: JobSurvey, **changes: object) -> list[str]:

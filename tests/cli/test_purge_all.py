@@ -41,7 +41,7 @@ def leave_behind(place: Path) -> Path:
     """Makes what a killed daemon leaves behind; returns a slot."""
     slots = slots_of(place)
     for path in (*(place / name for name in ("daemon.sock.lock", "daemon.log", "start.lock", "store-29400.log")),
-                 slots / "lock", slots / "node-id", slots / "job/record", slots / "job/rank-0.slot-0"):  # fmt: skip
+                 slots / "lock", slots / "node-id", slots / "job/record.0", slots / "job/rank-0.slot-0"):  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(4096))
     return slots / "job/rank-0.slot-0"

@@ -114,10 +114,10 @@ def test_a_checkpoint_is_asked_for_while_a_job_trains(tmp_path):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("reft-daemon --listen node1:29700 --insecure", "travel in plain text"),
+        ("reft-daemon --listen node1:29700 --insecure", "travels in plain text"),
         (
-            "reft-daemon --listen node1:29700 --tls-cert /etc/reft/node.pem --tls-key /etc/reft/node.key "
-            "--tls-ca /etc/reft/ca.pem",
+            "reft-daemon --node node1 --listen node1:29700 --tls-cert /etc/reft/alice/nodes/node1.pem "
+            "--tls-key /etc/reft/alice/nodes/node1.key --tls-ca /etc/reft/ca.pem",
             "address=127.0.0.1:",
         ),
         ("reft-daemon --spare 24x2.7GiB", "spare"),
@@ -131,9 +131,7 @@ def test_a_daemon_starts(command, said, tmp_path):
         tmp_path, {"/etc/reft": str(certificates), "node1:29700": HERE},
         REFT_DIR=str(tmp_path / "slots"), REFT_MEMORY="1MiB",
     )  # fmt: skip
-    reader.run("examples/deploy/certificates.sh /etc/reft node1 node2")
-    for kind in ("pem", "key"):
-        (certificates / f"node1.{kind}").rename(certificates / f"node.{kind}")
+    reader.run("examples/deploy/certificates.sh /etc/reft alice node1 node2")
     (tmp_path / "run").mkdir()
     with reader.start(command) as daemon:
         until(lambda: Path(tmp_path / "run/daemon.sock").exists() or daemon.poll() is not None, what="its socket")

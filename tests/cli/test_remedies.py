@@ -14,11 +14,11 @@ from click.testing import CliRunner, Result
 
 from reft.cli.main import main
 from reft.errors import ConfigError, ReftError
+from reft.folders import claim_folder
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.arena.arena import claim_folder
-from reft_daemon.main import persist_settings
 from reft_daemon.persist.persist_key import read_key
+from reft_daemon.server.settings import persist_settings
 from tests.cli.test_main import make_job
 from tests.support.daemons import ROOT, DaemonProcess, until
 
@@ -74,7 +74,7 @@ def test_a_what_if_among_several_jobs(daemon):
 
 def test_a_name_that_another_job_has(daemon):
     make_job(daemon, "run1")
-    with pytest.raises(ReftError, match="holds job run1 with another token") as refused:
+    with pytest.raises(ReftError, match="holds another job of the name run1") as refused:
         decide(daemon, TOKEN)
     assert typed(command_in(refused.value.hint), daemon.address, "--yes").exit_code == 0
     decide(daemon, TOKEN)

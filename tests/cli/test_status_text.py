@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from reft.cli import status_text, status_view
+from reft.cli import main, status_text, status_view
 from reft.cli.main import coloured, marked
 from reft.core.status.health import Health
+from reft.errors import ConfigError
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -249,6 +250,19 @@ def test_only_the_word_of_health_is_coloured():
     assert coloured("job     OK  x") == "job     OK  x"
 
 
+def test_names_and_reasons_from_other_nodes_give_no_orders_to_a_terminal(monkeypatch, capsys):
+    evil, shown = "n\x1b[2J\r\x9b31m", "n\\x1b[2J\\r\\x9b31m"
+    assert coloured(f"node    {evil}") == f"node    {shown}"
+    status = reply(job(rank(0, node=evil)))
+    monkeypatch.setattr(main, "ask", lambda *_: status)
+    monkeypatch.setattr(main, "surveys", lambda *_: {})
+    lines = main._lines_now("unix:/s", pb.StatusRequest())
+    assert any(shown in line for line in lines) and all(line.isprintable() for line in lines)
+    with pytest.raises(SystemExit), main.failing(as_json=False):
+        raise ConfigError(f"node {evil} is silent.", "start it")
+    assert capsys.readouterr().err == f"reft-cli: node {shown} is silent.\nFix: start it\n"
+
+
 def test_the_memory_of_a_change_of_shape_is_shown():
     few = [rank(0, slots=2, wanted_slots=3), rank(1, slots=2, wanted_slots=3), rank(2, slots=3, wanted_slots=3)]
     status = job(*few, held_bytes=6 << 20, peak_bytes=9 << 20)
@@ -266,3 +280,82 @@ def test_the_memory_of_a_change_of_shape_is_shown():
 def test_slots_of_an_ended_rank_are_not_said_to_be_few():
     ended = rank(0, slots=2, wanted_slots=3, alive=False, closed=True)
     assert not any(line.startswith("slots") for line in lines_of(job(ended)))
+
+
+def test_a_job_whose_record_is_damaged_is_an_error_with_its_remedy():
+    damaged = pb.DamagedJob(job="run2", reason="copy 0: its checksum is wrong", held_bytes=3 << 20, slots=3)
+    answer = reply(job(rank(0)))
+    answer.damaged.append(damaged)
+    views = [status_view.job_view(each) for each in answer.jobs]
+    wanted = (
+        "job run2 health ERR the record of this job on node-a is damaged: copy 0: its checksum is wrong. "
+        "memory 3.0 MiB in 3 slots: kept, and not offered. To free it: reft-cli purge run2 daemon node-a"
+    )
+    for lines in (status_text.status_lines, status_text.brief_lines):
+        assert f"{wanted}, reft" in " ".join(" ".join(lines(answer, views)).split())
+    answer.ClearField("jobs")
+    for lines in (status_text.status_lines, status_text.brief_lines):
+        assert " ".join(" ".join(lines(answer, [])).split()).startswith(wanted)
+    assert status_view.worst([], answer.damaged) is Health.ERR
+    document = status_view.document(answer, [], "unix:/s")
+    assert document["health"] == "ERR" and document["damaged_jobs"] == [
+        {"job": "run2", "reason": "copy 0: its checksum is wrong", "held_bytes": 3 << 20, "slots": 3}
+    ]
+
+
+def test_slots_of_another_format_are_named():
+    message = job(rank(0), other_format_slots=2, other_format_bytes=5 << 20)
+    wanted = "2 slots of another format, 5.0 MiB: kept for the reft that wrote them. To free this memory: reft-cli purge run1"
+    for lines in (status_text.status_lines, status_text.brief_lines):
+        views = [status_view.job_view(message)]
+        assert wanted in " ".join(" ".join(lines(reply(message), views)).split())
+    assert not any("another format" in line for line in lines_of(job(rank(0))))
+
+
+def refused(
+    reason: str, total: int, last_minute: int, age_s: float, *addresses: str, more: int = 0
+) -> pb.RefusedReason:
+    return pb.RefusedReason(
+        reason=reason, total=total, last_minute=last_minute, age_s=age_s, addresses=addresses, more_addresses=more
+    )
+
+
+def test_what_was_refused_lately_is_shown_and_nothing_older():
+    now = refused("they lied", 5000, 1204, 0.4, *(f"10.0.0.{i}" for i in range(5)), more=3)
+    before = refused("they slept", 1, 0, 125.0, "pid 7")
+    old = refused("they left", 9, 0, 601.0, "10.0.0.9")
+    answer = reply(job(rank(0)))
+    answer.refused.CopyFrom(pb.RefusedStatus(total=5016, last_minute=1204, reasons=[now, before, old]))
+    views = [status_view.job_view(each) for each in answer.jobs]
+    for lines in (status_text.status_lines, status_text.brief_lines):
+        assert lines(answer, views)[-4:] == [
+            "daemon  node-a, reft 0.1.0, pid 7, holds 6.0 MiB of 1.0 GiB",
+            "refused 1,204 times in the last minute: they lied (10.0.0.0, 10.0.0.1 and 6 more)",
+            "refused 1 time since the daemon started, last 2m05s ago: they slept (pid 7)",
+            "        What reasons mean, and what to do: daemon/SECURITY.md, Refusals.",
+        ]
+    answer.refused.CopyFrom(pb.RefusedStatus(total=9, reasons=[old]))
+    assert status_text.brief_lines(answer, views)[-1].startswith("daemon  ")
+    document = status_view.document(answer, views, "unix:/s")
+    assert document["health"] == "OK" and document["daemon"]["refused"] == {
+        "total": 9, "last_minute": 0, "more_reasons": 0,
+        "reasons": [
+            {
+                "reason": "they left", "total": 9, "last_minute": 0, "age_s": 601.0, "addresses": ["10.0.0.9"],
+                "more_addresses": 0,
+            }
+        ],
+    }  # fmt: skip
+
+
+def test_many_refusals_take_few_lines():
+    many = [refused("their words are long " * 4, 1, 1, 0.0, *["f" * 39] * 5, more=1000) for _ in range(8)]
+    lines = status_text.refused_lines(pb.RefusedStatus(reasons=many, more_reasons=90))
+    assert len(lines) <= 11 and max(map(len, lines)) <= status_text.WIDTH
+    assert "5 more reasons: --json." in " ".join(lines)
+
+
+def test_a_daemon_that_does_not_tell_what_it_refused_is_shown():
+    answer = pb.StatusReply.FromString(reply(job(rank(0))).SerializeToString())
+    assert not answer.HasField("refused") and status_text.refused_lines(answer.refused) == []
+    assert status_view.document(answer, [], "unix:/s")["daemon"]["refused"] is None

@@ -370,6 +370,18 @@ def test_an_unsealed_slot_is_not_reused_even_if_its_step_is_void(attach, monkeyp
     assert session.seal(timeout=60) and not history.busy_slots()
 
 
+@pytest.mark.parametrize(
+    ("error", "failed"), [(None, False), (SystemExit(0), False), (SystemExit(1), True), (RuntimeError("boom"), True)]
+)
+def test_a_session_that_an_exception_ends_is_closed_as_failed(attach, shared_daemon, error, failed):
+    model, optimizer = make()
+    with contextlib.suppress(SystemExit, RuntimeError), attach(model, optimizer) as session:
+        job = session._window.snapshots.reporter.facts.job
+        if error is not None:
+            raise error
+    assert shared_daemon.call("Inventory", pb.InventoryRequest(job=job)).failed is failed
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError("a step failed")])
 def test_the_exit_of_a_script_releases_its_session_only_after_success(attach, shared_daemon, monkeypatch, error):
     """Runs the exit handler; Python stores the error of a failed script in `sys.last_value`."""

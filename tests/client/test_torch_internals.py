@@ -191,8 +191,21 @@ def test_each_feature_that_is_off_gives_one_line(name, monkeypatch):
         monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", object())
     if name is torch_internals.LR_MARK:
         monkeypatch.setattr(torch_internals, "has_lr_scheduler", lambda optimizer: False)
+    if name is torch_internals.COPY_LISTS:
+        monkeypatch.delattr(torch, "_foreach_copy_")
     lines = notices([ddp, ddp], [torch.optim.SGD([torch.zeros(1)])], schedule)
     assert lines == [f"this torch has no {name}: {name.use}."]
+
+
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_lists_of_tensors_are_copied_with_and_without_the_call_for_lists(is_absent, monkeypatch):
+    if is_absent:
+        monkeypatch.delattr(torch, "_foreach_copy_")
+    sources = [torch.arange(size, dtype=torch.uint8) for size in (3, 0, 5)]
+    targets = [torch.full_like(each, 9) for each in sources]
+    torch_internals.copy_each(targets, sources)
+    torch_internals.copy_each([], [])
+    assert all(map(torch.equal, targets, sources))
 
 
 def test_without_the_queue_of_callbacks_nothing_follows_ddp(monkeypatch):

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.daemons import DaemonProcess
-from tests.support.jobs import Trainer
 from tests.support.limits import cramped_daemon
+from tests.support.trainer_forks import Trainer
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -23,14 +24,20 @@ from reft.wire import daemon_launcher, messages
 from reft.wire.process import oom_score
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.main import OOM_SCORE, check_listen
+from reft_daemon.child.refusals import RefusalCounts
+from reft_daemon.main import OOM_SCORE
 from reft_daemon.registry import PAUSE_S, Registry
+from reft_daemon.server.callers import Caller, Door
+from reft_daemon.server.judge import AdmittedCall
 from reft_daemon.server.service import DaemonIdentity, DaemonService
+from reft_daemon.server.settings import check_listen
+from tests.support.certificates import Certificates, why_not
 from tests.support.daemon_forks import daemon_fork
 from tests.support.daemons import ROOT, DaemonProcess, until
 from tests.support.jobs import Job, registry_of, slot_path
 
 IS_ROOT = os.getuid() == 0
+IDLE_S = "2"  # on busy cores a test's first call may come a second after the daemon's start
 
 
 @pytest.fixture
@@ -40,11 +47,11 @@ def executed(monkeypatch):
 
 
 def run(*flags: object, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Runs a daemon that should not start; returns the exit code and the output."""
+    """Runs a daemon that ends by itself; returns the exit code and the output."""
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         fork = daemon_fork([*map(str, flags)], {**os.environ, **(environment or {})}, Path(log.name))
         try:
-            code = fork.wait(30)
+            code = fork.wait(60)
         finally:
             fork.kill()
         text = log.read()
@@ -98,7 +105,7 @@ def test_a_folder_that_other_users_could_use_is_refused(tmp_path, which, kind):
         "open": f"others may write {bad} (mode 777)",
         "link": "not a folder",
         "foreign": "belongs to uid 12345",
-        "file": "exists",
+        "file": "is not a folder",
     }
     assert expected[kind] in text
     assert not (home / "d.sock").exists() and not (arena / "node-id").exists()
@@ -177,7 +184,7 @@ def test_attach_waits_for_a_silent_daemon_until_its_deadline(tmp_path):
 
 def test_insecure_is_logged_as_a_warning_at_each_start(start):
     process = start("--listen", "127.0.0.1:0", "--insecure")
-    assert "--insecure: state and tokens travel in plain text" in process.log.read_text()
+    assert "--insecure: the state travels in plain text" in process.log.read_text()
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:7070", "[::]:7070", "*:7070", ":7070"])
@@ -212,12 +219,12 @@ def test_a_port_in_use_is_refused(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         code, text = run(*flags(tmp_path), "--listen", f"127.0.0.1:{port}")
-    assert code == 2 and "Address already in use.\nFix: " in text
+    assert code == 2 and "Address already in use. Fix: " in text
 
 
 @pytest.mark.parametrize(
     ("host", "says"),
-    [("192.0.2.7", "Cannot assign requested address.\nFix: "), ("no-such-host.invalid", "no-such-host.invalid:7070: ")],
+    [("192.0.2.7", "Cannot assign requested address. Fix: "), ("no-such-host.invalid", "no-such-host.invalid:7070: ")],
 )
 def test_the_system_error_of_a_failed_listen_is_shown(tmp_path, host, says):
     code, text = run(*flags(tmp_path), "--listen", f"{host}:7070", "--insecure")
@@ -249,6 +256,37 @@ def test_invalid_flags_are_refused(tmp_path, more, says):
     assert code == 2 and says in text
 
 
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize(
+    ("kind", "node", "listens", "says"),
+    [
+        ("nodes", "n1", True, "address=127.0.0.1:"),
+        (
+            "nodes",
+            "n2",
+            True,
+            "daemon of user alice on node n1; --listen needs the certificate of the daemon on node n2",
+        ),
+        (
+            "agents",
+            "n1",
+            True,
+            "agent of user alice on node n1; --listen needs the certificate of the daemon on node n1",
+        ),
+        ("agents", "n1", False, "does not listen, and uses no certificates"),
+    ],
+)
+def test_a_daemon_serves_with_its_own_certificate_only(start, tmp_path, kind, node, listens, says):
+    certificates = Certificates(tmp_path / "certificates")
+    tls = zip(("--tls-cert", "--tls-key", "--tls-ca"), certificates.files("ours", kind, "n1"), strict=True)
+    more = ["--node", node, *(part for pair in tls for part in pair), *(["--listen", "127.0.0.1:0"] if listens else [])]
+    if listens and says.startswith(("daemon", "agent")):
+        code, text = run(*flags(tmp_path), *more)
+        assert code == 2 and says in text and "certificates.sh" in text
+    else:
+        assert says in start(*map(str, more)).log.read_text()
+
+
 def test_a_socket_path_that_is_too_long(tmp_path):
     long = tmp_path / ("x" * 100)
     code, text = run("--socket", long / "d.sock", "--dir", tmp_path / "arena")
@@ -261,7 +299,7 @@ def test_a_bad_variable(tmp_path):
 
 
 def test_only_its_owner_can_open_the_sockets_and_the_slots(daemon, trainer):
-    names = Job([(daemon, [0])]).decide().lease(0, trainer.pid)
+    names = Job([(daemon, [0])]).decide().lease(0, trainer)
     for path in (daemon.socket, Path(f"{daemon.socket}.ln"), *(slot_path(daemon, name) for name in names)):
         assert path.stat().st_mode & 0o077 == 0
     assert (daemon.folder / "job").stat().st_mode & 0o077 == 0
@@ -270,7 +308,7 @@ def test_only_its_owner_can_open_the_sockets_and_the_slots(daemon, trainer):
 @pytest.mark.usefixtures("executed")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_keeps_slots_and_removes_sockets(daemon, trainer, number):
-    names = Job([(daemon, [0])]).decide().lease(0, trainer.pid)
+    names = Job([(daemon, [0])]).decide().lease(0, trainer)
     daemon.process.send_signal(signal.SIGHUP)  # without TLS, SIGHUP has no effect
     daemon.process.send_signal(number)
     assert daemon.process.wait(60) == 0
@@ -281,44 +319,45 @@ def test_a_stop_keeps_slots_and_removes_sockets(daemon, trainer, number):
 
 def test_purge_frees_slots_at_the_end(start, trainer):
     process = start("--purge")
-    Job([(process, [0])]).decide().lease(0, trainer.pid)
+    Job([(process, [0])]).decide().lease(0, trainer)
     process.kill(signal.SIGTERM)
     assert not (process.folder / "job").exists()
 
 
-def test_an_idle_daemon_exits(start):
-    process = start("--idle-exit", "0.3")
-    assert process.process.wait(60) == 0
-    assert "this daemon exits" in process.log.read_text()
+def test_an_idle_daemon_exits(tmp_path):
+    code, text = run(*flags(tmp_path), "--idle-exit", "0.3")
+    assert code == 0 and "this daemon exits" in text
 
 
 def test_a_daemon_with_a_job_does_not_exit(start, trainer):
-    process = start("--idle-exit", "0.5", "--ttl-failed", "0.5")
+    process = start("--idle-exit", IDLE_S, "--ttl-failed", IDLE_S)
     job = Job([(process, [0])]).decide()
-    job.lease(0, trainer.pid)
+    job.lease(0, trainer)
     with pytest.raises(subprocess.TimeoutExpired):
-        process.process.wait(1.5)
+        process.process.wait(float(IDLE_S) + 1)
     trainer.kill()
     assert process.process.wait(60) == 0
     assert not (process.folder / "job").exists()
 
 
 def test_a_daemon_stays_while_an_agent_of_its_node_waits(start, trainer):
-    process = start("--idle-exit", "0.5")
+    process = start("--idle-exit", IDLE_S)
     process.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL, agent_pid=trainer.pid))
     with pytest.raises(subprocess.TimeoutExpired):
-        process.process.wait(1.5)
+        process.process.wait(float(IDLE_S) + 1)
     trainer.kill()
     assert process.process.wait(60) == 0
 
 
-@pytest.mark.parametrize(("peer", "stays"), [("unix:", True), ("ipv4:10.1.2.3:50000", False)])
-def test_a_hello_restarts_the_idle_time(registry, peer, stays):
+@pytest.mark.parametrize(("door", "stays"), [(Door.LOCAL, True), (Door.REMOTE, False)])
+def test_a_hello_restarts_the_idle_time(registry, door, stays):
     """Between Hello and the decision no job exists yet that would keep the daemon running."""
-    identity = DaemonIdentity("n", "", (), "", 0, False, True, False)
+    identity = DaemonIdentity("n", "", (), "", 0, False, True)
     registry.idle_since_s = float("-inf")
     hello = pb.HelloRequest(protocol=messages.PROTOCOL, job="job")
-    asyncio.run(DaemonService(registry, identity).Hello(hello, SimpleNamespace(peer=lambda: peer)))
+    asyncio.run(
+        DaemonService(registry, identity, RefusalCounts().status).Hello(hello, AdmittedCall(Caller(door), None))
+    )
     assert (registry.idle_since_s > 0) is stays
 
 
@@ -385,3 +424,30 @@ def test_the_daemon_is_ended_last_when_memory_is_short(start):
     score = int(Path(f"/proc/{daemon.process.pid}/oom_score_adj").read_text())
     assert score == (OOM_SCORE if may_lower else oom_score())
     assert may_lower or "oom_score_adj stays" in daemon.log.read_text()
+
+
+class NestedDaemon(DaemonProcess):
+    """A daemon, started as a command, whose socket lies below folders that are missing."""
+
+    is_forked = False
+
+    def start(self) -> None:
+        self.socket = self.home / "a" / "b" / "d.sock"
+        super().start()
+
+
+def test_whatever_the_umask_is_others_write_nothing_that_a_daemon_makes(tmp_path):
+    earlier = os.umask(0)
+    try:
+        daemon = NestedDaemon("--log", str(tmp_path / "log"), folder=tmp_path / "c" / "slots")
+    finally:
+        os.umask(earlier)
+    try:
+        Job([(daemon, [0])]).decide().lease(0)
+        made = [path for folder in (daemon.home / "a", tmp_path) for path in (folder, *folder.rglob("*"))]
+        modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in made if path != tmp_path}
+    finally:
+        daemon.close()
+    assert modes.pop("log") & 0o022 == 0
+    assert {mode for name, mode in modes.items() if mode & 0o077} == set()
+    assert {"a", "b", "d.sock", "d.sock.ln", "c", "slots", "job", "record.0", "rank-0.slot-0"} <= set(modes)

@@ -78,7 +78,7 @@ def test_the_daemon_knows_trainers_by_its_own_pids_and_sees_them_die(daemon):
     pid = trainer_in(first)
     assert [each.pid for each in daemon.status("one").ranks] == [pid]
     second = start_attaching(daemon)  # the same pid in its own container, another trainer
-    _, errors = second.communicate(timeout=60)
+    _, errors = second.communicate(timeout=200)
     assert second.returncode == 1 and f"is trained by process {pid}, which lives" in errors, errors
     first.kill()
     first.communicate()

@@ -29,7 +29,7 @@ def test_lost_nodes_take_a_job_of_torchs_zero_back_to_the_protected_step(tolerat
     plain = unprotected.finish(unprotected.start())
     nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(example.nodes)]
     run = Run(example, tmp_path / "aor", nodes, REFT_PROTECT="aor", REFT_TOLERATE=str(tolerate))
-    ranks = run.start("snapshot.chunk:stop:rank=1:from=12", 3)
+    ranks = run.start("snapshot.chunk:stop:rank=1:from=12", 3, 11)
     victim = psutil.Process(ranks.processes[1].pid)
     until(lambda: victim.status() == psutil.STATUS_STOPPED, DEADLINE_S, "a stop in a copy from step 12 on")
     until(run.note_protected, DEADLINE_S, "a protected step")

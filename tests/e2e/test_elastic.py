@@ -115,10 +115,8 @@ def test_a_spare_gets_the_rank_of_a_lost_node_and_a_dead_daemon_restarts_no_work
 @pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
 @pytest.mark.parametrize("has_certificates", [True, False])
 def test_agents_hear_signals_only_with_the_certificates_that_daemons_ask_for(tmp_path, has_certificates):
-    flags = certificates.Certificates(tmp_path).flags("ours")
-    certificate_variables = dict(zip(("REFT_TLS_CERT", "REFT_TLS_KEY", "REFT_TLS_CA"), flags[1::2], strict=True))
-    with Nodes(2, ranks_per_node=1, daemon_flags=flags) as nodes:
-        nodes.launch("job", 0, environment=certificate_variables if has_certificates else {}, **REFT)
+    with Nodes(2, ranks_per_node=1, certificates=certificates.Certificates(tmp_path)) as nodes:
+        nodes.launch("job", 0, environment={} if has_certificates else {"REFT_TLS_CERT": ""}, **REFT)
         await_workers(nodes, 2)
         if has_certificates:
             nodes.until(lambda: len(nodes.statuses_of_signals("job")) == 2, "signals of the round on all members")

@@ -61,13 +61,13 @@ def attaches(records: list[dict]) -> list[dict]:
     return sorted((each for each in records if each["event"] == "attached"), key=lambda each: each["time_s"])
 
 
-def check_losses(records: list[dict]) -> None:
+def check_losses(records: list[dict], width: int = elastic_train.WIDTH) -> None:
     """Fails unless each loss, of every rank and attempt, equals that of an undisturbed run."""
     losses: dict[int, set[str]] = {}
     for each in records:
         if each["event"] == "step":
             losses.setdefault(each["step"], set()).add(each["loss"])
-    expected = [loss.hex() for loss in elastic_train.alone(max(losses))]
+    expected = [loss.hex() for loss in elastic_train.alone(max(losses), width)]
     assert losses == {step + 1: {loss} for step, loss in enumerate(expected)}
 
 

@@ -36,9 +36,9 @@ pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute 
 class Example(NamedTuple):
     """One example script and the job that runs it.
 
-    Where steps take milliseconds, the round is tens of steps behind. Steps without a free slot are
-    not copied, so a moment in the middle of a copy may come that many steps later. The job must
-    still run then, hence `steps`.
+    Under torchrun, where steps take milliseconds, the round is tens of steps behind. Steps without
+    a free slot are not copied, so a moment in the middle of a copy may come that many steps later.
+    The job must still run then, hence `steps`.
 
     Attributes:
         name: of the script in examples/.
@@ -138,7 +138,7 @@ class Run:
         a lost node, where state has one holder, the newest protected one.
         """
         point = f"snapshot.chunk:stop:rank={moment.rank}:from={moment.step}:after={moment.after}"
-        ranks = self.start(point, seal_at)
+        ranks = self.start(point, seal_at, moment.step - 1)  # so there is a slot for the moment's step
         victim = ranks.processes[moment.rank]
         victim_process = psutil.Process(victim.pid)
         until(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.arena.arena import PINS_DIGEST_BYTES
+from reft_daemon.arena.job_files import PINS_APART, newest_copy
 from tests.e2e.test_total_loss import asked
 from tests.support.daemons import DaemonProcess, Site, until, vanish
 from tests.support.equality import assert_equal
@@ -76,7 +76,9 @@ def lose(site: Site, nodes: list[DaemonProcess], node: int, plain: list[dict[str
 
 def recorded_pins(node: DaemonProcess) -> pb.Pins:
     data = (node.folder / "job" / "pins").read_bytes()
-    return pb.PinsRecord.FromString(data[PINS_DIGEST_BYTES:]).pins
+    copy, wrong = newest_copy((data[:PINS_APART], data[PINS_APART:]))
+    assert not wrong
+    return pb.PinsRecord.FromString(copy.body).pins
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,11 @@ def nodes_of(site: Site, first: int, count: int, failpoints: str) -> list[Daemon
 
 
 def train_until(run: Run, stop_at: int, *seal_at: int) -> Ranks:
-    """Starts the job, and returns once rank 1 has stopped in the copy of step `stop_at`."""
-    ranks = run.start(f"snapshot.chunk:stop:rank=1:from={stop_at}", *seal_at)
+    """Starts the job, and returns once rank 1 has stopped in the copy of step `stop_at`.
+
+    The step before is whole then, so there is a slot for this one.
+    """
+    ranks = run.start(f"snapshot.chunk:stop:rank=1:from={stop_at}", *seal_at, stop_at - 1)
     victim, process = psutil.Process(ranks.processes[1].pid), ranks.processes[1]
     until(
         lambda: victim.status() == psutil.STATUS_STOPPED or not process.is_alive(), DEADLINE_S, f"a stop in {stop_at}"
@@ -76,20 +79,20 @@ def test_a_node_lost_before_a_step_is_protected_takes_the_job_back_to_the_guard(
     """The guard stays over two crashes of processes and over whole steps of two epochs."""
     held_off = no_ticket("epoch=1:from=6", "epoch=2", "epoch=3")
     run = Run(FSDP2, tmp_path / "guard", nodes_of(site, 0, 4, held_off))
-    ranks = train_until(run, 12, 3, 10)
+    ranks = train_until(run, 12, 3)
     until(run.note_protected, DEADLINE_S, "a protected step")
     guard = run.protected
-    assert 1 <= guard < 6 and run.nodes[0].status("job").whole >= 10
+    assert 1 <= guard < 6 and run.nodes[0].status("job").whole >= 11
     end(ranks)
     for epoch, stop_at in ((2, 16), (3, 20)):
-        ranks = train_until(run, stop_at, stop_at - 2)
+        ranks = train_until(run, stop_at)
         status = run.nodes[0].status("job")
-        assert status.epoch.counter == epoch and status.whole >= stop_at - 2
+        assert status.epoch.counter == epoch and status.whole >= stop_at - 1
         assert status.exchange.protected == -1 and status.exchange.turn >= 0
         end(ranks)
         await_no_trainer(run.nodes)
         _, recovery = RecoverCommand(run.nodes[0].address, "job", {}).look()
-        assert recovery.base is not None and recovery.base.step >= stop_at - 2
+        assert recovery.base is not None and recovery.base.step >= stop_at - 1
         assert recovery.base.epoch.counter == epoch
         assert recovery.guard is not None and (recovery.guard.epoch.counter, recovery.guard.step) == (1, guard)
     vanish(run.nodes[2])
@@ -110,9 +113,9 @@ def test_a_second_node_lost_before_a_step_is_protected_is_named_and_nothing_is_l
     end(ranks)
     vanish(run.nodes[1])
     run.nodes[1] = nodes_of(site, 4, 1, held_off)[0]
-    ranks = train_until(run, 20, 18)
+    ranks = train_until(run, 20)
     status = run.nodes[0].status("job")
-    assert (status.epoch.counter, status.exchange.protected) == (2, -1) and status.whole >= 18
+    assert (status.epoch.counter, status.exchange.protected) == (2, -1) and status.whole >= 19
     end(ranks)
     vanish(run.nodes[2])
     await_no_trainer([run.nodes[0], run.nodes[1], run.nodes[3]])

@@ -28,6 +28,7 @@ FROM, UPTO = 5, 13  # the steps between which bytes are counted
 PACKETS = 0.02  # bytes of headers and acknowledgements, as a share
 STEP_BYTES = 3200 * (D - 1) * D  # HTTP/2 frames and replies of one step among all nodes
 PULL_BYTES = 6000  # a ticket, a connection with its opening, heads of ranges: for one source
+WAIT_BYTES = 32 << 10  # of pings and polls, where busy cores make a run longer; far less than a section
 ATTACH_BYTES = 200 << 10  # of one node, beside what its daemon counts: manifest, inventories
 pytestmark = pytest.mark.timeout(600)
 
@@ -107,8 +108,8 @@ def test_a_step_of_torchs_zero_sends_capsules_where_copies_are_recomputed(protec
     assert [each[FROM:] for each in turns] == [["" if protect == "auto" else "the lanes have parity."] * steps] * WORLD
     owed, sent = steps * WORLD * turn_bytes, after[0] - before[0]
     own = after[1] - before[1] + steps * 3200 * links + (steps * links * PULL_BYTES if turn_bytes else 0)
-    assert owed <= sent <= (owed + own) * (1 + PACKETS), (owed, sent, own)
-    assert own < ZERO_SECTION, "the limit is too wide to notice one section"
+    assert owed <= sent <= (owed + own) * (1 + PACKETS) + WAIT_BYTES, (owed, sent, own)
+    assert own + WAIT_BYTES < ZERO_SECTION, "the limit is too wide to notice one section"
 
 
 def owned_bytes(nodes: Sequence[DaemonProcess]) -> int:
@@ -148,9 +149,9 @@ def test_ddp_exchanges_nothing(site):
 def test_hsdp_exchanges_nothing(site, tmp_path):
     nodes = site.add(2)
     run = Run(Example("hsdp", 2, 2, False), tmp_path / "hsdp", nodes)
-    ranks = run.start("snapshot.chunk:stop:rank=1:from=12", 10)
+    ranks = run.start("snapshot.chunk:stop:rank=1:from=12", 11)
     victim = psutil.Process(ranks.processes[1].pid)
     until(lambda: victim.status() == psutil.STATUS_STOPPED, DEADLINE_S, "a stop in the copy of step 12")
-    assert nodes[0].status("job").whole >= 10
+    assert nodes[0].status("job").whole >= 11
     assert_nothing_exchanged(nodes)
     ranks.kill()

@@ -21,8 +21,10 @@ from reft.cli.export import gathered, start
 from reft.cli.export.command import ExportCommand
 from reft.cli.export.start import export_source
 from reft.cli.main import main
+from reft.wire import rpc
 from reft.wire.slot_format import read_head
 from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support import exported
 from tests.support.daemons import ROOT, DaemonProcess, Site, until, vanish
 from tests.support.reshaped import Ranks
@@ -30,6 +32,8 @@ from tests.support.stored import persist
 from tests.support.trainers import Spec, Trainers, run
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+ENDLESS = 100_000  # steps: more than a test reaches
+TRAINS_ON = {"step_s": 0.02, "tells": True}
 
 
 def trained(nodes: list[DaemonProcess], kind: str, folder: Path) -> dict[str, str]:
@@ -224,14 +228,11 @@ def test_running_job_trains_on_while_a_step_of_it_is_exported(
     """The step is kept: dozens of later steps are whole when its bytes are read."""
     monkeypatch.setattr(start.os, "nice", lambda by: 0)  # this process goes on with other tests
     nodes = site.add(2)
-    options = {"step_s": 0.02, "tells": True, "pause_at": [400]}
-    ranks = Trainers(Spec("", steps=400, options=options), 2, [node.address for node in nodes])
+    ranks = Trainers(Spec("", steps=ENDLESS, options=TRAINS_ON), 2, [node.address for node in nodes])
     until(lambda: ranks.step() > 5, what="the first steps")
     with export_source("job", lambda: nodes[1].address, -1, "") as source:
         held = source.held
-        before = ranks.step()
-        until(lambda: ranks.step() > before + 30, what="later steps")
-        assert nodes[0].status("job").whole > held.step + 20, "the job trains on"
+        until(lambda: nodes[0].status("job").whole > held.step + 20, what="later whole steps")
         again = CliRunner().invoke(main, ["export", "job", "--to", str(tmp_path / "no"), "--daemon", nodes[0].address])
         assert again.exit_code == 1 and f"another export reads step {held.step}" in again.stderr
         report = ExportCommand(source, tmp_path / "out").run()
@@ -250,11 +251,15 @@ def test_running_job_trains_on_while_a_step_of_it_is_exported(
 
 def test_hold_ends_by_itself(site: Site) -> None:
     (node,) = site.add(1)
-    ranks = Trainers(Spec(node.address, steps=400, options={"step_s": 0.02, "tells": True, "pause_at": [400]}))
+    ranks = Trainers(Spec(node.address, steps=ENDLESS, options=TRAINS_ON))
     until(lambda: ranks.step() > 5, what="the first steps")
-    node.call("Hold", pb.HoldRequest(job="job", seconds=0.5))
-    with pytest.raises(grpc.RpcError, match="another export reads"):
-        node.call("Hold", pb.HoldRequest(job="job", seconds=0.5))
+    until(lambda: node.status("job").whole > 0, what="a whole step")
+    with rpc.channel(node.address) as channel:
+        # Both calls are under way at once: no hold can end before the other call comes.
+        hold = pb_grpc.DaemonStub(channel).Hold
+        calls = [hold.future(pb.HoldRequest(job="job", seconds=0.5), timeout=60) for _ in range(2)]
+        (refused,) = [error for call in calls if (error := call.exception())]
+    assert "another export reads" in refused.details()
 
     def is_free() -> bool:
         with contextlib.suppress(grpc.RpcError):

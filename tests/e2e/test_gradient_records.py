@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from reft.cli.demo.cluster import free_port
 from reft.core.commit.gradient_records import RECORD_SLOTS_MAX, record_slots
-from tests.support import trainers
 from tests.support.daemons import Site
-from tests.support.recorded_gradients import CASES, MARKS, work
+from tests.support.recorded_gradients import CASES, MARKS, RecordingRanks
+from tests.support.trainers import Spec
 
 WORLD = 2
-pytestmark = pytest.mark.timeout(300)  # a start of all ranks may take a minute where the cores are shared
+DEADLINE_S = 300.0
+pytestmark = pytest.mark.timeout(400)  # a start of all ranks may take a minute where the cores are shared
 
 
-def test_gradients_of_torchs_zero_are_recorded_bit_for_bit(site: Site, tmp_path):
+def test_gradients_of_torchs_zero_are_recorded_bit_for_bit(site: Site):
     nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(WORLD)]
-    port, processes = free_port(), []
-    for rank in range(WORLD):
-        arguments = (rank, WORLD, port, nodes[rank].address, str(tmp_path))
-        processes.append(trainers.FORKS.Process(target=work, args=arguments, daemon=True))
-        processes[-1].start()
-    for process in processes:
-        process.join(200)
-        process.kill()
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    assert not [result["error"] for result in results if "error" in result], results
+    ranks = RecordingRanks(Spec(""), WORLD, [node.address for node in nodes])
+    assert ranks.wait(DEADLINE_S) == [0] * WORLD, ranks.errors()[-6000:]
+    results = ranks.results()
     for name, case in CASES.items():
         count = record_slots(case.get("every", 1))
         for rank, result in enumerate(each[name] for each in results):

@@ -27,7 +27,8 @@ def usage_of(pid: int) -> dict[str, int]:
 
 
 def assert_flat(before: dict[str, int], after: dict[str, int], process_name: str, slack: int = SLACK_BYTES) -> None:
-    assert after["files"] <= before["files"] + 2, (process_name, before, after)
+    # A connection to the daemon has three descriptors there, and one may just be ending.
+    assert after["files"] <= before["files"] + 5, (process_name, before, after)
     assert after["threads"] <= before["threads"] + 2, (process_name, before, after)
     assert after["memory"] <= before["memory"] + slack, (process_name, before, after)
 

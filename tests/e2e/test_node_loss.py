@@ -29,6 +29,8 @@ from tests.support.trainers import Spec
 
 STEPS = 24
 POINTS = ["snapshot.chunk", "snapshot.parity", "restore.chunk", "snapshot.landed"]
+# Rank 1 stands still with a slot of step 5, so an earlier step is whole, and training can't end.
+IN_TRAINING = stop_at("snapshot.landed", rank=1, step=5)
 # The failpoint may be passed up to this number of times before the loss.
 HITS = {"snapshot.chunk": 6, "snapshot.parity": 3, "restore.chunk": 6, "snapshot.landed": 1}
 pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
@@ -153,10 +155,10 @@ def test_a_node_is_lost_at_a_random_moment(seed, undisturbed):
 def test_two_nodes_are_lost_at_once(undisturbed):
     plain = undisturbed(6)
     with Nodes(6, ranks_per_node=1) as nodes:
-        nodes.launch("job", STEPS, arguments=["--tolerate", "2"])
-        nodes.await_step(5)
+        nodes.launch("job", STEPS, arguments=["--tolerate", "2"], failpoints=IN_TRAINING)
+        lost = nodes.await_stop()
         whole = nodes.whole("job")[1]
-        lost_s = nodes.lose(*random.Random(6).sample(nodes.living, 2))
+        lost_s = nodes.lose(lost, random.Random(6).choice([each for each in nodes.living if each is not lost]))
         nodes.replace(2)
         nodes.await_recovery(lost_s)
         result = nodes.await_end()
@@ -171,12 +173,11 @@ def test_a_node_is_lost_where_daemons_ask_for_certificates(tmp_path, undisturbed
     They read slots of other nodes through their own daemon.
     """
     plain = undisturbed(3)
-    flags = certificates.Certificates(tmp_path).flags("ours")
-    with Nodes(3, ranks_per_node=1, daemon_flags=flags) as nodes:
-        nodes.launch("job", STEPS)
-        nodes.await_step(5)
+    with Nodes(3, ranks_per_node=1, certificates=certificates.Certificates(tmp_path)) as nodes:
+        nodes.launch("job", STEPS, failpoints=IN_TRAINING)
+        lost = nodes.await_stop()
         whole = nodes.whole("job")[1]
-        lost_s = nodes.lose(nodes.living[1])
+        lost_s = nodes.lose(lost)
         nodes.replace()
         nodes.await_recovery(lost_s)
         result = nodes.await_end()

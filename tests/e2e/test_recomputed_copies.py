@@ -17,7 +17,7 @@ from reft.core.commit.gradient_records import record_slots
 from reft.core.commit.replay_trials import JUDGED_TURNS
 from tests.support import trainers
 from tests.support.daemons import DaemonProcess, Site, until, vanish
-from tests.support.recomputed_copies import CASES, DRIFTING, MARKS, work
+from tests.support.recomputed_copies import CASES, DEADLINE_S, DRIFTING, MARKS, work
 
 WORLD = 2
 pytestmark = pytest.mark.timeout(600)  # a start of all ranks may take a minute where the cores are shared
@@ -37,8 +37,10 @@ def start(nodes: Sequence[DaemonProcess], out: Path, *settings: Any) -> list[mul
 def finish(processes: Sequence[multiprocessing.process.BaseProcess], out: Path) -> list[dict[str, Any]]:
     """Returns what each rank has written."""
     for process in processes:
-        process.join(200)
+        process.join(DEADLINE_S)
         process.kill()
+    missing = [rank for rank in range(len(processes)) if not (out / f"{rank}.json").exists()]
+    assert not missing, "\n".join((out / f"{rank}.log").read_text() for rank in missing)
     results = [json.loads((out / f"{rank}.json").read_text()) for rank in range(len(processes))]
     assert not [result["error"] for result in results if "error" in result], results
     return results

@@ -7,7 +7,8 @@ copy     while its rank stands in the middle of a copy
 landed   while its rank stands behind the last byte of a copy
 free     while training goes on
 
-make test    one moment of each optimizer
+make test    one moment of AdamW
+make soak    one moment of SGD, and one of Adam
 make chaos   all ten; and pairs of six nodes, which survive two losses
 """
 
@@ -85,7 +86,8 @@ def check(example: Example, seed: int, plain: TrainingResult, pair: int = 0) -> 
             nodes.await_stop()
         statuses = [status.exchange for status in nodes.statuses("job")]
         assert [len(exchange.replays) for exchange in statuses] == [1] * example.nodes, statuses
-        # On busy cores a replayer may still load torch; then the mover makes the copies.
+        # Each step waits until the step before the last is protected. So most turns are recomputed;
+        # the mover makes the first one, and others where cores are too busy.
         assert any(exchange.replays[0].verified >= 1 for exchange in statuses), statuses
         protected = nodes.protected("job")
         lost_s = nodes.lose(*lost, silently=moment.silently)
@@ -98,7 +100,11 @@ def check(example: Example, seed: int, plain: TrainingResult, pair: int = 0) -> 
     assert comparison.differences == [] and comparison.trained_twice <= REPEATED_MAX, comparison
 
 
-@each_example
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(example, marks=[pytest.mark.slow] * (example.name != "zero_kinds-adamw")) for example in EXAMPLES],
+    ids=[example.name for example in EXAMPLES],
+)
 def test_a_lost_node_costs_two_steps_at_most(example, plain):
     check(example, EXAMPLES.index(example), plain(example))
 

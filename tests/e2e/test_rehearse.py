@@ -10,10 +10,11 @@ import sys
 import pytest
 
 from tests.support.daemons import ROOT
+from tests.support.reached_loop import EPOCH
 
 LOOP = (sys.executable, "-m", "tests.support.rehearsed_loop")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=reft",
-            "--rdzv-id=run1")  # fmt: skip
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--max-restarts=2", "--rdzv-backend=reft", "--rdzv-id=run1",
+            "--nproc-per-node=2")  # fmt: skip
 
 
 def rehearsed(tmp_path, *command: str, kill: str = "rank", code: int = 0) -> dict:
@@ -64,12 +65,38 @@ def test_a_prefetched_batch_is_found(tmp_path):
     )
 
 
+@pytest.mark.timeout(1500)
+def test_what_the_script_reached_on_each_side_of_the_kill_is_told(tmp_path):
+    report = rehearsed(tmp_path, sys.executable, "-m", "tests.support.reached_loop")
+    assert passed(report)
+    end = -(-report["restored_step"] // EPOCH) * EPOCH  # of the epoch in which the run went on
+
+    def event(after_step, how):
+        return {"state": "reached", "after_step": after_step, "how": how}
+
+    lines = (ROOT / "tests/support/reached_loop.py").read_text().splitlines()
+    (line,) = (number for number, text in enumerate(lines, 1) if text.endswith("# the checkpoint"))
+    assert report["reached"] == {
+        "before_kill": {
+            "validation": event(EPOCH, "a forward in eval mode"),
+            "epoch_end": event(EPOCH, "epoch 0 of a ResumableLoader"),
+            "checkpoint": {"state": "not reached", "after_step": None, "how": None},
+        },
+        "after_kill": {
+            "validation": event(end, "a forward in eval mode"),
+            "epoch_end": event(end, f"epoch {end // EPOCH - 1} of a ResumableLoader"),
+            "checkpoint": event(end, f"torch.save at reached_loop.py:{line}"),
+        },
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("fault", "outcome", "code", "kind"),
     [
         ("moved", "different", 1, "moved-generator"),
+        ("drawn", "different", 1, "moved-generator"),
         ("scheduler", "different", 1, "forgotten-scheduler"),
         ("ema", "forgotten", 1, "forgotten-ema"),
         ("worker", "not deterministic", 2, "unseeded-data"),
@@ -82,7 +109,11 @@ def test_a_fault_is_found_by_name(tmp_path, fault, outcome, code, kind):
     report = rehearsed(tmp_path, *LOOP, "--fault", fault, code=code)
     assert report["outcome"] == outcome and kind in kinds(report), report
     if fault == "moved":
-        assert "`torch.rand(3)` at rehearsed_loop.py:" in report["causes"][0]["cause"]
+        assert "the first step: `torch.rand(3)` at rehearsed_loop.py:" in report["causes"][0]["cause"]
+        assert report["not_seen"][0].startswith("the first batch: ")
+    if fault == "drawn":
+        moments = "between the first batch and the first forward: `torch.rand(3)  # after the batch` at "
+        assert moments in report["causes"][0]["cause"]
 
 
 @pytest.mark.slow
@@ -99,6 +130,18 @@ def test_other_kills_pass(tmp_path, kill):
 )
 def test_the_examples_pass_on_two_ranks(tmp_path, script):
     assert passed(rehearsed(tmp_path, *TORCHRUN, f"examples/{script}.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_pipeline_passes_though_its_stages_learn_shapes_from_unwritten_memory(tmp_path):
+    assert passed(rehearsed(tmp_path, *TORCHRUN[:-1], "--nproc-per-node=8", "examples/tensor_pipeline_3d.py"))
+
+
+def test_each_example_is_rehearsed():
+    tests = "".join((ROOT / "tests" / each / "test_rehearse.py").read_text() for each in ("e2e", "trainers"))
+    examples = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"megatron_cpu"}  # of megatron_gpt
+    assert [name for name in sorted(examples) if name not in tests] == []
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 from reft.cli.demo.cluster import free_port
 from reft.config import child_environment
 from reft.wire import rpc
+from reft.wire.job_key import JobKey
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support import etcd
@@ -186,29 +187,22 @@ def test_agents_continue_when_the_leader_of_etcd_dies(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", ["c10d", "static"])
-def test_attach_works_under_torchruns_own_launches(tmp_path, launch):
-    """Two nodes, each with its own daemon, without the reft rendezvous."""
+def test_attach_works_under_torchruns_static_launch_with_a_job_key(tmp_path):
+    """Two nodes, each with its own daemon; `tests/e2e/test_keyed_launches` has c10d and Slurm."""
     with (
         closing(DaemonProcess("--listen", "127.0.0.1:0")) as one,
         closing(DaemonProcess("--listen", "127.0.0.1:0")) as other,
-    ):
-        port = free_port()
-        flags = {
-            "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"],
-            "static": ["--master-addr=127.0.0.1", f"--master-port={port}"],
-        }[launch]
-        with Agents(
-            tmp_path,
-            *flags,
-            "--nnodes=2",
-            "--nproc-per-node=1",
+        Agents(
+            tmp_path, "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--nnodes=2", "--nproc-per-node=1",
             script=["-m", "tests.support.elastic_train", "--steps=12", "--out"],
-        ) as agents:
-            for rank, daemon in enumerate((one, other)):
-                own = [f"--node-rank={rank}"] if launch == "static" else []
-                environment = {"REFT_DAEMON": daemon.address, "GLOO_SOCKET_IFNAME": "lo", "REFT_JOB": "job"}
-                agents.start(f"n{rank}", "--local-addr=127.0.0.1", *own, environment=environment)
-            assert [agent.wait(150) for agent in agents.agents] == [0, 0], agents.story()
+        ) as agents,
+    ):  # fmt: skip
+        own = {"GLOO_SOCKET_IFNAME": "lo", "REFT_JOB": "job", "REFT_JOB_KEY": "the key of this job"}
+        for rank, daemon in enumerate((one, other)):
+            environment = {**own, "REFT_DAEMON": daemon.address}
+            agents.start(f"n{rank}", "--local-addr=127.0.0.1", f"--node-rank={rank}", environment=environment)
+        assert [agent.wait(150) for agent in agents.agents] == [0, 0], agents.story()
         for daemon in (one, other):
             assert daemon.status("job").whole >= 0
+            token = daemon.call("Inventory", pb.InventoryRequest(job="job")).manifest.token
+            assert token == JobKey(b"the key of this job").job_token("job")

@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
+from reft.cli.demo.cluster import free_port
 from reft.config import Config
 from reft.core.membership.agent_policy import AgentReaction
 from reft.core.membership.failure_detector import AgentPhase
 from reft.elastic.heartbeat_client import HeartbeatClient, RoundMembers
-from reft.wire import messages
+from reft.wire import messages, rpc
 from reft.wire.daemon_launcher import DaemonRestarter
+from reft.wire.proof import Challenges
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
+from tests.support.proving import ProvingServer, rogue
 
 TOKEN = bytes(range(32))
 
@@ -121,6 +126,67 @@ def _quietly(look) -> bool:
         return bool(look())
     except Exception:
         return False  # the daemon does not watch the job yet
+
+
+def beating(tmp_path: Path, address: str) -> HeartbeatClient:
+    """Returns a client whose node is watched by the daemon at `address`; its own daemon is away."""
+    restarter = DaemonRestarter(Config(), False, agent_pid=os.getpid())
+    client = HeartbeatClient(f"unix:{tmp_path / 'away.sock'}", restarter, None, lambda *news: None)
+    nodes = (pb.Node(name="own", id="own"), pb.Node(name="watcher", id="watcher", addresses=[address]))
+    client.begin(RoundMembers("job", "own", "launch", 1, TOKEN, nodes))
+    return client
+
+
+class MetadataRecorder(grpc.GenericRpcHandler):
+    """A server that refuses all calls and notes their metadata, by method."""
+
+    def __init__(self) -> None:
+        self.by_method: dict[str, dict] = {}
+
+    def service(self, handler_call_details) -> None:
+        method = handler_call_details.method.rpartition("/")[2]
+        self.by_method[method] = dict(handler_call_details.invocation_metadata)
+
+
+def test_calls_to_the_own_daemon_say_the_protocol(tmp_path):
+    """The next daemon may have no common protocol: it hears no node, and would call all lost."""
+    recorder = MetadataRecorder()
+    server = grpc.server(ThreadPoolExecutor(2), handlers=[recorder])
+    server.add_insecure_port(f"unix:{tmp_path / 'away.sock'}")
+    server.start()
+    client = beating(tmp_path, f"127.0.0.1:{free_port()}")
+    try:
+        until(lambda: {"AgentBeat", "Signals"} <= set(recorder.by_method), what="both calls")
+    finally:
+        client.stop()
+        server.stop(None).wait()
+    for metadata in recorder.by_method.values():
+        assert set(rpc.PROTOCOL_METADATA) <= set(metadata.items())
+
+
+def test_heartbeats_to_other_nodes_are_proved(tmp_path):
+    watcher, address = ProvingServer("watcher", TOKEN, reply=pb.AgentBeatReply()), f"127.0.0.1:{free_port()}"
+    with rogue(watcher, address):
+        client = beating(tmp_path, address)
+        try:
+            until(lambda: watcher.proved >= 2, what="two heartbeats")
+            watcher.challenges = Challenges("watcher")  # a restart
+            proved = watcher.proved
+            until(lambda: watcher.proved >= proved + 2, what="two heartbeats to the restarted daemon")
+            watcher.challenges, proved = Challenges("watcher"), watcher.proved
+        finally:
+            client.close(AgentPhase.FINISHED)
+        assert watcher.proved > proved, "the last word is proved, too"
+    assert repr(TOKEN)[2:-1] not in repr(watcher.received)
+
+
+def test_a_rogue_daemon_learns_nothing_from_heartbeats(tmp_path):
+    stranger, address = ProvingServer("watcher", bytes(32), reply=pb.AgentBeatReply()), f"127.0.0.1:{free_port()}"
+    with rogue(stranger, address):
+        client = beating(tmp_path, address)
+        until(lambda: len(stranger.received) >= 6, what="three heartbeats")
+        client.stop()
+    assert not stranger.proved and repr(TOKEN)[2:-1] not in repr(stranger.received)
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())

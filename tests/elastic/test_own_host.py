@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from reft.elastic import node
+from reft.elastic.shared_state import PLAIN
 from reft.wire import rpc
+from reft.wire.certificate_role import Role
+from reft.wire.v1 import daemon_pb2 as pb
 
 NAMES = {"debian": ["127.0.1.1"], "far": ["10.0.0.9"], "real": ["10.0.0.7"], "both": ["127.0.1.1", "10.0.0.7"]}
 
@@ -58,23 +61,56 @@ def test_own_host(monkeypatch, name, endpoint, ways, expected):
 
 
 @pytest.mark.parametrize(
-    ("host", "environment", "nodes", "flags"),
+    ("host", "environment", "role", "nodes", "flags"),
     [
-        ("10.0.0.7", {"REFT_INSECURE": "1"}, 2, ["--listen", "10.0.0.7:0"]),
-        ("fd00::7", {"REFT_TLS_CERT": "cert.pem"}, 2, ["--listen", "[fd00::7]:0"]),
-        ("127.0.0.1", {}, 2, ["--listen", "127.0.0.1:0"]),
-        ("10.0.0.7", {}, 2, []),
-        ("10.0.0.7", {"REFT_INSECURE": "1", "REFT_LISTEN": "10.0.0.7:7070"}, 2, []),
-        ("10.0.0.7", {"REFT_INSECURE": "1"}, 1, []),
+        ("10.0.0.7", {"REFT_INSECURE": "1"}, None, 2, ["--listen", "10.0.0.7:0"]),
+        ("fd00::7", {}, Role("alice", "n7"), 2, ["--listen", "[fd00::7]:0"]),
+        ("10.0.0.7", {}, Role("alice", agent="n7"), 2, []),
+        ("127.0.0.1", {"REFT_INSECURE": "1"}, Role("alice", agent="n7"), 2, []),
+        ("127.0.0.1", {}, None, 2, ["--listen", "127.0.0.1:0"]),
+        ("10.0.0.7", {}, None, 2, []),
+        ("10.0.0.7", {"REFT_INSECURE": "1", "REFT_LISTEN": "10.0.0.7:7070"}, None, 2, []),
+        ("10.0.0.7", {"REFT_INSECURE": "1"}, None, 1, []),
     ],
 )
-def test_the_flags_of_a_daemon_that_the_agent_starts(monkeypatch, host, environment, nodes, flags):
-    for name in ("REFT_INSECURE", "REFT_TLS_CERT", "REFT_LISTEN"):
+def test_the_flags_of_a_daemon_that_the_agent_starts(monkeypatch, host, environment, role, nodes, flags):
+    for name in ("REFT_INSECURE", "REFT_LISTEN"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     parameters = SimpleNamespace(local_addr=host, endpoint="far:29400", max_nodes=nodes)
-    assert node._flags(parameters) == flags
+    assert node._flags(parameters, role and SimpleNamespace(role=role)) == flags
+
+
+@pytest.mark.parametrize(
+    ("role", "says"),
+    [
+        (None, "this agent has no certificates"),
+        (Role("alice"), "REFT_TLS_CERT is of the user alice, and this agent is on node n7"),
+        (Role("alice", agent="n8"), "is of the agent of user alice on node n8, and this agent is on node n7"),
+        (Role("alice", agent="n7"), ""),
+        (Role("alice", "n7"), ""),
+    ],
+)
+def test_an_agent_says_that_its_certificate_does_not_fit(capfd, role, says):
+    node._check_certificates(role and SimpleNamespace(role=role), "n7")
+    stderr = capfd.readouterr().err
+    assert says in stderr and bool(stderr) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("role", "has_tls", "addresses", "whose"),
+    [
+        (Role("alice", agent="n7"), True, ["unix:/s", "n7:1"], "user alice"),
+        (Role("alice", agent="n7"), True, ["unix:/s"], "user alice"),
+        (None, True, ["unix:/s", "n7:1"], ""),
+        (None, False, ["unix:/s", "n7:1"], PLAIN),
+        (None, False, ["unix:/s"], ""),
+    ],
+)
+def test_an_agent_tells_whose_certificates_its_node_has(role, has_tls, addresses, whose):
+    hello = pb.HelloReply(tls=has_tls, addresses=addresses)
+    assert node._whose(role and SimpleNamespace(role=role), hello) == whose
 
 
 def test_the_address_towards_a_host():

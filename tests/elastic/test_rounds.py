@@ -22,10 +22,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 from reft.core.membership.agent_policy import AgentReaction
 from reft.core.membership.sticky_ranks import Participant, PreviousRank
 from reft.elastic import handler, rounds
+from reft.elastic.entry_seal import EntrySeal
 from reft.elastic.handler import ReftRendezvousHandler
 from reft.elastic.heartbeat_client import RoundMembers
 from reft.elastic.rounds import StateHolder
-from reft.elastic.shared_state import AgentFacts, SharedState, decode, encode
+from reft.elastic.shared_state import PLAIN, TEXT_MAX, AgentFacts, SharedState, decode, encode
+from reft.errors import ConfigError
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
 
@@ -76,7 +78,7 @@ class Job:
         self.options = {"last_call_timeout": 1, "close_timeout": 2, **options}
         self.agents = []  # all agents, to be ended by `close`
 
-    def agent(self, home, number=0):
+    def agent(self, home, number=0, certificates=""):
         """Returns an agent's handler.
 
         Agents sort by address: by `number`, or else by the last letter of `home`.
@@ -92,7 +94,8 @@ class Job:
             **self.options,
         )
         inner = create_handler(self.store, self.shared, parameters)
-        agent = ReftRendezvousHandler(inner, AgentFacts(home=home, name=str(len(self.agents))), "none", shrink_s=0.3)
+        facts = AgentFacts(home=home, name=str(len(self.agents)), certificates=certificates)
+        agent = ReftRendezvousHandler(inner, facts, "none", shrink_s=0.3)
         self.agents.append(agent)
         return agent
 
@@ -165,6 +168,34 @@ def test_a_new_node_takes_the_rank_of_the_lost_one_and_no_other_rank_changes(mak
     back = job.agent("node-a", number=101)
     lose(job, b)
     assert job.ranks(c, spare, back) == [2, 0, 1]
+
+
+def test_a_node_with_certificates_of_another_user_is_no_spare(make_job):
+    job = make_job("2")
+    alice = [job.agent(f"node-{name}", certificates="user alice") for name in "ab"]
+    job.ranks(*alice)
+    for certificates, has in ((PLAIN, "has no certificates"), ("user bob", "has certificates of user bob")):
+        stranger = job.agent("node-x", certificates=certificates)
+        with pytest.raises(
+            ConfigError, match=f"{has}, and node [01] of this job has certificates of user alice"
+        ) as refused:
+            job.join(stranger)[0].result(20)
+        assert "certificates.sh" in refused.value.hint
+        assert stranger.shutdown() and stranger._node not in job.shared.state.everyone()
+    assert [agent.num_nodes_waiting() for agent in alice] == [0, 0]
+    unknown = job.agent("node-y")
+    lose(job, alice[0])
+    await_restart_reason(alice[1])
+    assert job.ranks(unknown, alice[1]) == [0, 1]
+
+
+def test_of_two_users_who_begin_a_job_together_one_is_refused(make_job):
+    job = make_job("2")
+    both = [job.agent(f"node-{user[0]}", certificates=f"user {user}") for user in ("alice", "bob")]
+    results = job.join(*both)
+    until(lambda: any(result.done() for result in results), what="a refusal")
+    (refused,) = [result for result in results if result.done()]
+    assert isinstance(refused.exception(0), ConfigError)
 
 
 def test_a_node_keeps_its_rank_under_a_new_agent(make_job):
@@ -352,7 +383,7 @@ def holder_of(job, agent, keep_alive_s=0.3):
     object.__setattr__(
         settings, "keep_alive_interval", timedelta(seconds=keep_alive_s / settings.keep_alive_max_attempt)
     )
-    return StateHolder(job.shared, settings, agent._node, lambda facts, seen_s: False)
+    return StateHolder(job.shared, settings, agent._node, lambda facts, seen_s: False, EntrySeal("job", None))
 
 
 def test_a_wrong_clock_removes_no_node_but_silence_does(make_job):
@@ -398,9 +429,26 @@ def test_the_state_is_unchanged_by_encode_and_decode():
     state.deadline = datetime.now(timezone.utc)
     state.participants, state.wait_list, state.redundancy_list = {a: 1, b: 0}, {c}, {d}
     state.last_heartbeats = {a: datetime.now(timezone.utc), c: datetime.now(timezone.utc)}
-    state.facts = {node: AgentFacts("process", "home", "name", "domain", ("unix:x", "h:1")) for node in (a, b, c, d)}
-    state.places, state.launch, state.token = [PreviousRank(0, Participant("x", "y"))], "launch", "token"
+    facts = AgentFacts("process", "home", "name", "domain", ("unix:x", "h:1"), "user u")
+    state.facts = dict.fromkeys((a, b, c, d), facts)
+    state.places, state.launch, state.token = [PreviousRank(0, Participant("x", "y"))], "launch", "ab" * 32
+    state.number = 7
     assert vars(decode(encode(state))) == vars(state)
+
+
+@pytest.mark.parametrize("name", ["n1\n[reft] forged", "\x1b[2J", "n" * (TEXT_MAX + 1)])
+def test_a_name_that_would_forge_lines_is_refused(name):
+    state, node = SharedState(), _NodeDesc("a", 7, 0)
+    state.participants, state.facts = {node: 0}, {node: AgentFacts(name=name)}
+    with pytest.raises(RendezvousStateError, match="printable characters"):
+        decode(encode(state))
+
+
+def test_facts_of_agents_of_an_earlier_version_are_read():
+    state, node = SharedState(), _NodeDesc("a", 7, 0)
+    state.participants, state.facts = {node: 0}, {node: AgentFacts(name="n1", certificates="user u")}
+    earlier = encode(state).replace(b',"certificates":"user u"', b"")
+    assert decode(earlier).facts == {node: AgentFacts(name="n1")}
 
 
 @pytest.mark.parametrize(
@@ -431,7 +479,7 @@ def test_a_handler_that_is_dropped_without_shutdown_ends_its_threads(make_job, m
     inner = create_handler(
         job.store, job.shared, RendezvousParameters("reft", "", "job", 1, 1, local_addr="127.0.0.1", **job.options)
     )
-    agent = ReftRendezvousHandler(inner, AgentFacts(), "none", shrink_s=0.3, daemon=("unix:/none", None))
+    agent = ReftRendezvousHandler(inner, AgentFacts(), "none", shrink_s=0.3, daemon=("unix:/none", None, None))
     client, poller = agent._heartbeat_client, agent._poller._thread
     agent.next_rendezvous()
     assert agent.num_nodes_waiting() == 0 and poller.is_alive() and not client.is_stopped

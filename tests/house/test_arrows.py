@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 MOST_ENTRIES = 14  # files and folders directly in a package
 
-LEAVES = {"reft.errors", "reft.config", "reft.console", "reft.failpoints", "reft.private_names", "reft.schedules"}
+LEAVES = {
+    *("reft.errors", "reft.config", "reft.console", "reft.failpoints", "reft.private_names", "reft.schedules"),
+    *("reft.folders", "reft.log_lines"),
+}
 # The integrations run in the trainer, so they belong to the client program.
 PROGRAMS = {
     "reft.client": "client",
@@ -69,11 +72,14 @@ LAYERS = {
             "daemon_launcher",
             "local_socket",
             "rpc",
+            "proof",
         ),
         *(
             "messages",
+            "job_key",
             "timeline_socket",
             "tls",
+            "certificate_role",
             "stored_format",
             "record_format",
             "capsule_format",
@@ -86,7 +92,7 @@ LAYERS = {
     ),
     "reft.elastic": (
         *("handler", "rounds", "heartbeat_client", "node", "store_poller", "orphan_reaper", "stores", "warm"),
-        *("options", "shared_state", "torch_internals"),
+        *("options", "entry_seal", "shared_state", "bounded_json", "torch_internals"),
     ),
     "reft.cli": (
         *(

@@ -20,12 +20,14 @@ from bench.exchange_turn import (
     StepBlocks,
     TwoNodes,
     copy_rows,
+    data_of,
     step_rows,
     turn_rows,
     two_nodes,
 )  # fmt: skip
 from bench.result import Row
 from reft_daemon.mover.mover import Mover, MoverSettings, PullFailed
+from tests.support.parity import mapped
 
 GB = 10**9
 S = 64 << 20
@@ -109,9 +111,9 @@ def test_a_copy_moves_the_bytes_and_only_the_plain_one_leaves_the_parity_empty(k
     with two_nodes(1 << 20) as nodes:
         copied = copy_once(nodes, kind, mover)
         nodes.check(kind)
-        assert nodes.parity.map.data.any() == (kind == MOVER)
+        assert data_of(nodes.parity).any() == (kind == MOVER)
         assert copied.seconds > 0 and copied.source_s > 0 and copied.holder_s > 0
-        nodes.parity.map.data[-1] ^= 255
+        mapped(nodes.parity).data[-1] ^= 255
         with pytest.raises(RuntimeError, match="the parity is wrong"):
             nodes.check(kind)
 
@@ -125,7 +127,7 @@ def test_all_copies_of_a_round_have_their_times():
 @pytest.mark.parametrize(("kind", "mover"), [(MOVER, Mover), (PLAIN, PlainMover)])
 def test_only_the_plain_mover_sends_damaged_bytes(kind, mover):
     with two_nodes(1 << 20) as nodes:
-        nodes.source.map.data[0] ^= 1
+        mapped(nodes.source).data[0] ^= 1
         if kind == MOVER:
             with pytest.raises(PullFailed, match="changed in memory"):
                 copy_once(nodes, kind, mover)

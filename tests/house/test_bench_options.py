@@ -37,7 +37,8 @@ def test_an_output_file_that_cannot_be_written_is_refused(tmp_path):
      "restore --sizes 3GB", "restore --cases 3-ranks", "restore --rounds 0",
      "exchange_turn --parts copies", "exchange_turn --rounds 0", "aor --rounds 0", "persist --rounds 0",
      "persist_restore --size 6GB",
-     "encode --json /", "gpu_stage --json /none/x", "overhead --trace /none/x", "recovery --trace /none/x"],
+     "encode --json /", "gpu_stage --json /none/x", "gpu_session --rounds 0",
+     "overhead --trace /none/x", "recovery --trace /none/x"],
 )  # fmt: skip
 def test_a_wrong_option_ends_a_benchmark_at_once(command, monkeypatch, capsys):
     name, *arguments = command.split()

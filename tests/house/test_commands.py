@@ -21,6 +21,7 @@ RUNNERS = (
     "tests/cli/test_readme_commands.py",
     "tests/e2e/test_readme_commands.py",
     "tests/e2e/test_quickstart.py",
+    "tests/e2e/test_keyed_launches.py",
     "tests/trainers/test_readme_commands.py",
 )
 PLACES = ("README.md", "*/README.md", "*/*/README.md", "examples/**/*.py", "reft/**/*.py")

@@ -27,7 +27,9 @@ ADAPTERS = (
 )
 # Python documents the first two. No public function runs a module in `__main__`, as python -m does;
 # `elastic/torch_internals.py` checks that runpy has the third. The last is reft's own C extension.
-SPARED = re.compile(r".*\._replace|os\._exit|runpy\._run_module_as_main|reft\.client\.memory\._(streaming|entries)")
+SPARED = re.compile(
+    r".*\._replace|os\._exit|runpy\._run_module_as_main|reft\.client\.memory\._(streaming|entries|locations)"
+)
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 # Methods of str whose arguments are parts of names.
 PARTS = {"startswith", "endswith", "removeprefix", "removesuffix"}

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 import reft
 from reft import errors
 from reft.cli.main import main
-from reft.config import Config
+from reft.config import SECRET_VARIABLES, Config
 from reft_daemon.main import main as daemon
 from tests.support.commands import ROOT
 
@@ -125,7 +125,8 @@ def variables() -> set[str]:
     read = {f"REFT_{each.name.upper()}" for each in fields(Config)}
     read |= {f"REFT_{option[2:].replace('-', '_').upper()}" for option in options_of(daemon)}
     read |= {str(each.envvar) for verb in main.commands.values() for each in verb.params if each.envvar}
-    return read | {"REFT_X"} | set(re.findall(r'\bget\("(REFT_[A-Z_]+)"', (ROOT / "reft/config.py").read_text()))
+    read |= {"REFT_X", *SECRET_VARIABLES}
+    return read | set(re.findall(r'\bget\("(REFT_[A-Z_]+)"', (ROOT / "reft/config.py").read_text()))
 
 
 def wrong_commands(text: str) -> list[str]:

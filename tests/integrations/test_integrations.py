@@ -159,6 +159,15 @@ def test_trainer_names_persistent_workers(count, persistent, is_named):
     assert (checks.PERSISTENT_WORKERS in transformers._gaps(trainer)) == is_named
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_lightning_names_persistent_workers(persistent, monkeypatch):
+    monkeypatch.setattr(lightning, "_savers", lambda trainer: [])  # it needs Lightning itself
+    loader = DataLoader(list(range(4)), num_workers=1, persistent_workers=persistent)
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
+    trainer = SimpleNamespace(num_training_batches=4, fit_loop=loop)
+    assert (checks.PERSISTENT_WORKERS in lightning._gaps(trainer)) == persistent
+
+
 def test_another_release_is_an_error_with_both_tested_versions():
     tested = checks.Tested("pytest", "5.2.0", also="4.5.6")
     tested.need_release(version("pytest"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -278,3 +280,21 @@ def test_a_device_that_gives_nothing_back_is_an_error():
     fold.update({"lr": 0.1}, torch.ones(4))
     with pytest.raises(CannotFold, match="the state of w can't be read from meta"):
         fold.finish()
+
+
+FIRST_UPDATE = """
+import sys, torch
+from reft.replay.fold import ParameterFold, load_optimizers
+load_optimizers()
+before = set(sys.modules)
+for kind, state in (("SGD", {"momentum_buffer"}), ("AdamW", {"step", "exp_avg", "exp_avg_sq"})):
+    tensors = {key: torch.zeros(() if key == "step" else 4) for key in state}
+    ParameterFold("weight", kind, tensors).update({"lr": 0.1, "momentum": 0.9}, torch.ones(4))
+print(sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_first_update_loads_nothing_more():
+    """A replayer loads before its process is nice, not in the middle of its first order."""
+    done = subprocess.run([sys.executable, "-c", FIRST_UPDATE], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)

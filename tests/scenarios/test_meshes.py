@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
+from reft.client.restore.executor import LoadReport, TransferExecutor
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.verify import PeerMessages, chunk_verifier
@@ -146,7 +146,7 @@ def jobs(draw):
     )
 
 
-def target_of(placement: Placement, rank: int, tensors: Tensors) -> LiveTarget:
+def target_of(placement: Placement, rank: int, tensors: Tensors) -> tuple[FlatTensorView, dict[str, int]]:
     """Returns a rank's live memory: its cells, then its unreplicated leaves."""
     division = placement.division
     leaves, places, offsets, end = list[Leaf](), list[int](), dict[str, int](), 0
@@ -163,7 +163,7 @@ def target_of(placement: Placement, rank: int, tensors: Tensors) -> LiveTarget:
     places += [end + at for at in own.offsets]
     present = [(leaf, at) for leaf, at in zip(leaves, places, strict=True) if leaf.name in tensors]
     view = FlatTensorView([leaf for leaf, _ in present], [at for _, at in present], tensors)
-    return LiveTarget(view, offsets)
+    return view, offsets
 
 
 def read_back(
@@ -197,7 +197,7 @@ def read_back(
         decoder = StripeDecoder()
         target = target_of(placement, rank, made[rank])
         peers = PeerMessages(box.of(rank), rank)
-        executor = TransferExecutor(SMALL, placement.chunk_bytes, peers, read, target, decoder, verifiers=verifiers)
+        executor = TransferExecutor(SMALL, placement.chunk_bytes, peers, read, *target, decoder, verifiers=verifiers)
         result = executor.load(transfers.operations(rank))
         with torch.no_grad():  # inline leaves travel in the capsule
             for name in placement.division.inline_leaves[placement.division.layout_of[rank]]:

@@ -22,12 +22,14 @@ import grpc
 
 from reft.core.membership.failure_detector import BEAT_S
 from reft.wire import rpc
+from reft.wire.proof import challenge_in, prove_call
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.daemons import ROOT, until
 
 TOKEN = bytes(range(32))
 CALL_S = 1.0
+BEAT, _ = rpc.method_of(pb_grpc.DaemonStub, "AgentBeat")
 Spawn = Callable[[Sequence[str]], "subprocess.Popen[bytes]"]
 
 
@@ -87,6 +89,7 @@ def main(address: str, answered_path: str) -> None:
     requests: list[pb.AgentBeatRequest] = []
     ended = threading.Event()
     watchers: list[pb.Node] = []
+    challenges: dict[str, bytes] = {}
     channels = {address: rpc.channel(address)}
 
     def listen() -> None:
@@ -95,30 +98,45 @@ def main(address: str, answered_path: str) -> None:
             requests[-1].pid = os.getpid()
         ended.set()
 
-    def send(to: str) -> None:
+    def send(node_id: str, to: str) -> None:
+        """Sends a heartbeat; over TCP with a proof, again when the daemon tells its challenge."""
         if to not in channels:
             channels[to] = grpc.insecure_channel(to, options=rpc.OPTIONS)
-        stub = pb_grpc.DaemonStub(channels[to])
-        call = stub.AgentBeat.future(requests[-1], timeout=CALL_S, metadata=rpc.peer_metadata(TOKEN))
-        number = len(requests)
-        # The callback also holds a reference to the call: gRPC cancels a call without references.
-        call.add_done_callback(lambda call: answered(call, number if to == address else 0))
+        request, number = requests[-1], len(requests)
+        challenge = challenges.get(to, b"")
+        if to == address:
+            call = pb_grpc.DaemonStub(channels[to]).AgentBeat.future(request, timeout=CALL_S)
+        else:
+            passed_on = pb.AgentBeatRequest()
+            passed_on.CopyFrom(request)
+            passed_on.ClearField("nodes")
+            passed_on.ClearField("token")
+            proved, data = prove_call(TOKEN, node_id, BEAT, request.job, challenge, passed_on)
+            metadata = (*proved.metadata(), *rpc.PROTOCOL_METADATA)
+            call = channels[to].unary_unary(BEAT).future(data, timeout=CALL_S, metadata=metadata)
 
-    def answered(call: grpc.Future, number: int) -> None:
-        if call.cancelled() or call.exception() is not None:
-            return
-        if call.result().watchers:
-            watchers[:] = call.result().watchers
-        if number:
-            Path(answered_path).write_text(str(number))
+        def answered(call: grpc.Future) -> None:
+            if call.cancelled():
+                return
+            told = challenge_in(call.trailing_metadata())
+            if to != address and told not in (b"", challenge):
+                challenges[to] = told
+                if call.exception() is not None and not challenge:
+                    send(node_id, to)
+            if to == address and call.exception() is None:
+                watchers[:] = call.result().watchers or watchers
+                Path(answered_path).write_text(str(number))
+
+        # The callback also holds a reference to the call: gRPC cancels a call without references.
+        call.add_done_callback(answered)
 
     threading.Thread(target=listen, daemon=True).start()
     # No call waits for another one: a stopped daemon must not delay heartbeats to other daemons.
     while not ended.wait(BEAT_S if requests else BEAT_S / 10):
         if requests:
-            send(address)
+            send("", address)
             for node in list(watchers):
-                send(node.addresses[0])
+                send(node.id, node.addresses[0])
 
 
 if __name__ == "__main__":

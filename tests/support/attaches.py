@@ -32,7 +32,7 @@ from reft.core.recovery.recovery import RecoveryPlan
 from reft.failpoints import Failpoints
 from reft.wire import local_socket, messages
 from reft.wire.inventory import JobSurvey
-from reft.wire.manifest import division_of, domains_of, inline_bytes_max, table_to
+from reft.wire.manifest import division_of, domains_of, inline_bytes_max, layouts_of, table_to
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -54,7 +54,7 @@ def leaves(width: int = 3000) -> list[Leaf]:
 
 def state(own: Sequence[Leaf]) -> LocalState:
     """Returns the state of a rank with these leaves, and without tensors."""
-    tracked = SimpleNamespace(makes_on_host=False, parameters=tuple)
+    tracked = SimpleNamespace(parameters=tuple)
     host, tensor_index = SimpleNamespace(), SimpleNamespace(tensors={}, names={})
     return LocalState(tracked, host, tensor_index, own)  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ def state(own: Sequence[Leaf]) -> LocalState:
 def daemon(node: str = "a") -> NodeDaemon:
     """Returns a daemon that nobody can call."""
     hello = pb.HelloReply(node=f"name-{node}", node_id=node, addresses=[f"{node}:1"], domain="", local_socket="/s")
-    return NodeDaemon("unix:/s", hello, local_socket.Caller(Process(70, 1), 0), 1.0)
+    return NodeDaemon("unix:/s", hello, local_socket.CallerProcess(Process(70, 1), 0), 1.0)
 
 
 def introduction(nodes: str = "ab", rank: int = 0, width: int = 3000, job: str = "job") -> Introduction:
@@ -92,13 +92,13 @@ def description(introduced: Introduction) -> Description:
     table = table_to(introduced.state.symbolic.table)
     published = [table if introduced.ranks.describes(rank) else b"" for rank in range(len(introduced.ranks.infos))]
     manifest = manifest_of(context(), introduced, published)
-    return Description(manifest, division_of(manifest, inline_bytes_max(domains_of(manifest)), ()))
+    return Description(manifest, division_of(layouts_of(manifest), inline_bytes_max(domains_of(manifest)), ()))
 
 
 def begun(nodes: str = "ab", ident: bytes = b"e" * 16, mismatched: Sequence[str] = ()) -> AttachPlan:
     """Returns the plan of an attach of a new job."""
     described = description(introduction(nodes))
-    described.manifest.token = b"first token"
+    described.manifest.token, described.manifest.job_mark = b"first token", b"first mark"
     return make_plan(described, JobSurvey({}), RecoveryPlan(None), mismatched, ident)
 
 

@@ -16,12 +16,13 @@ from reft.core.commit.version import Version
 from reft.core.layout.layout import Leaf
 from reft.wire import capsule_format, rpc
 from reft.wire.manifest import placement_of
-from reft.wire.slot_format import PAGE, SlotMap, chunk_digest
+from reft.wire.slot_format import PAGE, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import Job
 from tests.support.manifests import described
+from tests.support.trainer_forks import Trainer
 from tests.support.two_level import expected_parity
 
 CHUNK = 64 << 10
@@ -54,9 +55,9 @@ def write_step(slot: SlotMap, version: Version, data: bytes) -> None:
     """Writes and seals a version, as a trainer does."""
     slot.begin(version, b"l" * 16, b"", len(data))
     slot.put_capsule(capsule_format.encode({"compared": {}}))
-    slot.data[: len(data)] = np.frombuffer(data, np.uint8)
+    slot.write(0, np.frombuffer(data, np.uint8))
     slot.landed()
-    slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+    slot.sealed(np.fromiter(slot.digests_of(0, slot.chunks), np.uint64))
 
 
 class ShardedJob(Job):
@@ -66,7 +67,7 @@ class ShardedJob(Job):
         self,
         daemons: Sequence[DaemonProcess],
         sizes: Sequence[int],
-        pid: int,
+        trainer: Trainer | None = None,
         tolerate: int = -1,
         protect: str = "auto",
     ) -> None:
@@ -74,7 +75,7 @@ class ShardedJob(Job):
         super().__init__(nodes, **exchange_fields(sizes, protect) | {"tolerate": tolerate})
         self.placement = placement_of(self.manifest)
         (self.lane,) = self.placement.guard_lanes
-        self.sizes, self.pid = sizes, pid
+        self.sizes, self.trainer = sizes, trainer
         self.maps_of: dict[int, list[SlotMap]] = {}
 
     def begin(self) -> ShardedJob:
@@ -85,7 +86,7 @@ class ShardedJob(Job):
 
     def lease_all(self, rank: int) -> list[str]:
         data_bytes = self.placement.rank_placement(rank).data_bytes
-        return self.lease(rank, self.pid, slots=SLOTS, data_bytes=data_bytes, table_bytes=PAGE, chunk_bytes=CHUNK)
+        return self.lease(rank, self.trainer, slots=SLOTS, data_bytes=data_bytes, table_bytes=PAGE, chunk_bytes=CHUNK)
 
     def data(self, rank: int, step: int) -> bytes:
         return rank_data(self.placement, rank, step)

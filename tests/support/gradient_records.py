@@ -73,7 +73,7 @@ class RecordingRank:
         self.optimizer = self.optimizers[0]
         self.tracked = TrackedObjects({"model.0": self.model}, tuple(self.optimizers), {})
         self.names = [f"model.0.p{i}" for i in range(len(shapes))]
-        predicted = self.tracked.predict()
+        predicted = self.tracked.predict(self.tracked.names())
         leaves_of = [[leaf for leaf in predicted if int(leaf.name.rpartition(".p")[2]) % 2 == rank] for rank in (0, 1)]
         layouts = [pack([*self.tracked.bind().leaves(), *leaves]) for leaves in leaves_of]
         division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts], (), 0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,15 +19,22 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Layout, Leaf, pack
 from reft.failpoints import Failpoints
 from reft.wire import capsule_format, local_socket, messages, rpc
-from reft.wire.process import stat_of
-from reft.wire.slot_format import SlotMap, chunk_digest
+from reft.wire.slot_format import SlotMap
+from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import Arena
-from reft_daemon.peers.round_replicator import PeerChannels
-from reft_daemon.registry import Registry, RetentionTimes
+from reft_daemon.arena.slices import run_at_once
+from reft_daemon.jobs import epochs
+from reft_daemon.jobs.capsule_replication import NodePlacement
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.membership.retention import RetentionTimes
+from reft_daemon.peers.channels import PeerChannels
+from reft_daemon.registry import Registry
 from tests.support.daemons import DaemonProcess
+from tests.support.proving import ProvingCaller
 from tests.support.saying import report_of
+from tests.support.trainer_forks import Trainer
 
 CHUNK = 4096
 CAPSULE = capsule_format.encode({"compared": {}})
@@ -67,19 +72,6 @@ def epoch_of(counter: int) -> Epoch:
     return Epoch(counter, bytes([counter]) * 16)
 
 
-class Trainer:
-    """An idle process in the place of a rank's trainer."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        self.pid = self.process.pid
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
-
-
 class Job:
     """One job on one or several daemons.
 
@@ -98,7 +90,7 @@ class Job:
         self.hellos = hellos
         self.counter = 0
         self.manifest = pb.Manifest(
-            job=name, named=True, token=bytes(32), world=len(self.home), every=1, launch="launch",
+            job=name, named=True, token=bytes(range(100, 132)), world=len(self.home), every=1, launch="launch",
             nodes=[
                 pb.Node(name=f"n{i}", id=hellos[i].node_id, addresses=hellos[i].addresses, ranks=ranks)
                 for i, (_, ranks) in enumerate(nodes)
@@ -142,17 +134,22 @@ class Job:
     def call(self, rank: int, method: str, request: object, timeout: float = 20.0) -> object:
         return self.daemons[self.home.get(rank, 0)].call(method, request, timeout)
 
-    def lease_request(self, rank: int = 0, pid: int | None = None, **changes: object) -> pb.LeaseRequest:
-        pid = pid or os.getpid()
+    def lease_request(self, rank: int = 0, **changes: object) -> pb.LeaseRequest:
         facts = {
-            "job": self.name, "epoch": self.epoch, "rank": rank, "pid": pid, "pid_start": stat_of(pid).start, "slots": 2,
-            "data_bytes": 2 * CHUNK, "table_bytes": CHUNK, "chunk_bytes": CHUNK,
+            "job": self.name, "epoch": self.epoch, "rank": rank, "slots": 2, "data_bytes": 2 * CHUNK,
+            "table_bytes": CHUNK, "chunk_bytes": CHUNK,
         }  # fmt: skip
         return pb.LeaseRequest(**{**facts, **changes})
 
-    def lease(self, rank: int = 0, pid: int | None = None, **changes: object) -> list[str]:
-        """Leases slots; returns their names."""
-        return [slot.name for slot in self.call(rank, "Lease", self.lease_request(rank, pid, **changes)).slots]
+    def lease(self, rank: int = 0, trainer: Trainer | None = None, **changes: object) -> list[str]:
+        """Leases slots for a trainer, or for this process; returns their names."""
+        return [slot.name for slot in self.call_as(trainer, rank, "Lease", self.lease_request(rank, **changes)).slots]
+
+    def call_as(self, trainer: Trainer | None, rank: int, method: str, request: object) -> object:
+        """Calls the daemon of a rank, from a trainer or from this process."""
+        if trainer is None:
+            return self.call(rank, method, request)
+        return trainer.call(self.daemons[self.home.get(rank, 0)].address, method, request)
 
     def descriptors(self, rank: int, names: Sequence[str]) -> list[int]:
         request = pb.SlotsRequest(job=self.name, epoch=self.epoch, rank=rank, slots=names)
@@ -171,9 +168,9 @@ class Job:
             slot_maps.append(SlotMap(np.frombuffer(pages, np.uint8)))
         return slot_maps
 
-    def slots(self, rank: int = 0, pid: int | None = None, **changes: object) -> list[SlotMap]:
+    def slots(self, rank: int = 0, trainer: Trainer | None = None, **changes: object) -> list[SlotMap]:
         """Leases and maps slots."""
-        return self.maps(rank, self.lease(rank, pid, **changes))
+        return self.maps(rank, self.lease(rank, trainer, **changes))
 
     def report(
         self, rank: int, answers: Mapping[int, StepAnswer], wait_ms: int = 0, timeout: float = 20.0, requested_every: int = 0,
@@ -225,6 +222,11 @@ def registry_of(arena: Arena, ttl_s: float = 1.0) -> Registry:
     return Registry(arena, PeerChannels(None, ()), RetentionTimes(ttl_s, ttl_s), Failpoints(""), PeerChannels(None, ()))
 
 
+def decide_now(job: JobRecord, request: pb.DecideRequest, placement: NodePlacement = NodePlacement()) -> None:  # noqa: B008
+    """Takes a decision, all slices at once."""
+    assert run_at_once(epochs.decide(job, request, placement))
+
+
 def data_of(step: int, nbytes: int = 2 * CHUNK) -> bytes:
     return (f"step {step} ".encode() * nbytes)[:nbytes]
 
@@ -246,21 +248,34 @@ def write(
     layout = layout_of(len(data))
     slot.begin(version, layout.digest, messages.table_to(layout), len(data))
     slot.put_capsule(CAPSULE if compared is None else capsule_format.encode({"compared": dict(compared)}))
-    slot.data[: len(data)] = np.frombuffer(data, np.uint8)
+    slot.write(0, np.frombuffer(data, np.uint8))
     if upto >= SlotState.LANDED:
         slot.landed()
     if upto >= SlotState.SEALED:
-        slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+        slot.sealed(np.fromiter(slot.digests_of(0, slot.chunks), np.uint64))
 
 
 def tcp_call(
-    address: str, method: str, request: object, token: bytes | None = None, service: type | None = None
-) -> object:
-    """Makes a call over TCP, as another node's daemon does."""
-    with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
+    address: str, method: str, request: object, token: bytes | None = None, service: type | None = None,
+    node_id: str | None = None, job: str | None = None, tls: Tls | None = None,
+) -> object:  # fmt: skip
+    """Makes a call over TCP, as another node's daemon does.
+
+    Args:
+        address: of the daemon.
+        method: name of the method.
+        request: what is asked.
+        token: what the call proves; None: nothing.
+        service: class of the stub; None: that of trainers and the CLI.
+        node_id: the node that the call names; None: the daemon's.
+        job: the job that the proof names; None: that of the request.
+        tls: of the caller; None: without TLS.
+    """
+    with rpc.channel(address, tls) if tls else grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
+        if token is not None:
+            return ProvingCaller(channel, token, node_id).call(method, request, service, job)
         stub = (service or pb_grpc.DaemonStub)(channel)
-        metadata = rpc.PROTOCOL_METADATA if token is None else rpc.peer_metadata(token)
-        return getattr(stub, method)(request, timeout=10, metadata=metadata)
+        return getattr(stub, method)(request, timeout=10, metadata=rpc.PROTOCOL_METADATA)
 
 
 def slot_path(daemon: DaemonProcess, name: str, job: str = "job") -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
+from reft.client.restore.executor import LoadReport, TransferExecutor
 from reft.client.restore.slot_reader import SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
@@ -136,11 +136,13 @@ class Job:
         decoder = self.decoder()
         target = self.target(rank, decoder, absent)
         peers = PeerMessages(transport, rank)
-        executor = TransferExecutor(sizes, CHUNK, peers, slots, target, decoder, verifiers=verifiers)
+        executor = TransferExecutor(sizes, CHUNK, peers, slots, *target, decoder, verifiers=verifiers)
         return executor.load(plan.operations(rank))
 
-    def target(self, rank: int, decoder: StripeDecoder, absent: Collection[str] = ()) -> LiveTarget:
-        """Returns a rank's live memory, cell after cell."""
+    def target(
+        self, rank: int, decoder: StripeDecoder, absent: Collection[str] = ()
+    ) -> tuple[FlatTensorView, dict[str, int]]:
+        """Returns a rank's live memory, cell after cell, and where each target begins there."""
         division = self.placement.division
         leaves, places, offsets, end = list[Leaf](), list[int](), {}, 0
         for number in division.cells_of[division.layout_of[rank]]:
@@ -152,7 +154,7 @@ class Job:
         copies, device = decoder.begin(), getattr(decoder, "device", None)
         present = [(leaf, at) for leaf, at in zip(leaves, places, strict=True) if leaf.name not in absent]
         view = FlatTensorView([leaf for leaf, _ in present], [at for _, at in present], self.live[rank], copies, device)
-        return LiveTarget(view, offsets)
+        return view, offsets
 
     def cell_names(self, rank: int) -> list[str]:
         division = self.placement.division

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.executor import LiveTarget, LoadReport, TransferExecutor
+from reft.client.restore.executor import LoadReport, TransferExecutor
 from reft.client.restore.opened import OldRank, RestoreMatch
 from reft.client.restore.restore import inline_leaves, slot_bytes
 from reft.client.restore.slot_reader import SlotReader
@@ -101,7 +101,7 @@ class Move:
             self.live[rank] = {name: blank(tensor) for name, tensor in tensors.items()}
             layout = pack(leaves)
             offsets = {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)}
-            target = LiveTarget(FlatTensorView(layout.leaves, layout.offsets, self.live[rank]), offsets)
+            live = FlatTensorView(layout.leaves, layout.offsets, self.live[rank])
             parity = {parity_number(self.placement, old): slot for old, slot in self.parity.items()}
             slots = {
                 number: SlotReader(slot, slot_bytes(self.placement, number), lambda _: None)
@@ -119,7 +119,7 @@ class Move:
             }
             peers = PeerMessages(box.of(rank), rank, self.old.world)
             made = decoder or StripeDecoder()
-            executor = TransferExecutor(sizes, CHUNK, peers, slots, target, made, inline, verifiers)
+            executor = TransferExecutor(sizes, CHUNK, peers, slots, live, offsets, made, inline, verifiers)
             return executor.load(plan.operations(rank))
 
         return on_all(self.new.world, one)

@@ -96,6 +96,10 @@ class Switch:
         )
         _await_ready(self._process, "the switch")
 
+    def enter(self, command: Sequence[str]) -> list[str]:
+        """Returns a command that runs `command` in the switch's network."""
+        return ["nsenter", "--net", "--target", str(self._process.pid), "--", *command]
+
     def run(self, *command: str) -> None:
         """Runs a command of `ip` in the switch's network; process numbers are this machine's."""
         _run("nsenter", "--net", "--target", str(self._process.pid), "ip", *command)

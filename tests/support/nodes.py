@@ -46,9 +46,12 @@ from reft.cli.demo.cluster import (
     spawn,
 )
 from reft.cli.demo.records import TrainingResult, recovery
+from reft.core.text import counted
 from reft.errors import DaemonUnavailable, ReftError
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.agent_forks import agent_fork
+from tests.support.certificates import USER, Certificates
+from tests.support.commands import BIN
 from tests.support.daemon_forks import daemon_fork
 from tests.support.daemons import ROOT, until
 from tests.support.forks import Fork
@@ -100,12 +103,14 @@ class Machine(PretendNode):
     Attributes:
         inside: the daemon's address for the node's own processes.
         flags: the flags of the node's daemon.
+        user: of the node's certificates.
     """
 
     place: Space | Loopback | None = None
     inside: str = ""
     agent: subprocess.Popen[bytes] | Fork | None = None
     flags: Sequence[str] = ()
+    user: str = USER
 
     @property
     def living(self) -> Space | Loopback:
@@ -125,6 +130,15 @@ class Launch:
     logs: list[Path] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Visitor:
+    """A node that is none of the job's, and its agents with their logs."""
+
+    machine: Machine
+    agents: list[Fork]
+    logs: list[Path]
+
+
 class Nodes:
     """Nodes that can be lost and replaced; see the module.
 
@@ -132,10 +146,21 @@ class Nodes:
         count: the number of nodes; torchrun waits for this many.
         ranks_per_node: the number of trainers on each node.
         daemon_flags: further flags of all daemons.
+        certificates: of all daemons and agents; None: without TLS. An agent has none where its
+            environment says REFT_TLS_CERT="".
+        are_typed: whether daemons and agents are started by the commands that a person types, and
+            not forked. Their whole environment then stands in /proc.
     """
 
-    def __init__(self, count: int, ranks_per_node: int, daemon_flags: Sequence[str] = ()) -> None:
-        self._daemon_flags = daemon_flags
+    def __init__(
+        self,
+        count: int,
+        ranks_per_node: int,
+        daemon_flags: Sequence[str] = (),
+        certificates: Certificates | None = None,
+        are_typed: bool = False,
+    ) -> None:
+        self._daemon_flags, self._certificates, self._are_typed = daemon_flags, certificates, are_typed
         self.count, self.ranks_per_node = count, ranks_per_node
         self.world = count * ranks_per_node
         self.reason = "REFT_TEST_NODES=loopback" if os.environ.get("REFT_TEST_NODES") == "loopback" else why_not()
@@ -217,7 +242,26 @@ class Nodes:
             self._start_agent(machine)
         return added
 
-    def _make(self) -> Machine:
+    def visit(self, user: str, *environments: Mapping[str, str]) -> Visitor:
+        """Starts a node that is none of the job's, with agents that ask to join the job.
+
+        Args:
+            user: of the certificates of its daemon and its agents.
+            environments: for each agent, changes to its environment.
+        """
+        assert self._launch is not None
+        machine, launch = self._make(user), self._launch
+        await_daemon(machine)
+        visitor = Visitor(machine, [], [])
+        for number, environment in enumerate(environments):
+            visitor.logs.append(launch.training.out / f"{machine.name}-{number}.log")
+            arguments = ["torch.distributed.run", *self._arguments(machine)]
+            variables = self._variables(machine, environment)
+            visitor.agents.append(self._fork(agent_fork, machine, arguments, visitor.logs[-1], variables))
+        self.note(f"{counted(len(visitor.agents), 'agent')} of {machine.name} of user {user} ask to join")
+        return visitor
+
+    def _make(self, user: str = USER) -> Machine:
         self._made += 1
         name = f"node-{self._made}"
         log = self.folder / f"{name}.daemon.log"
@@ -227,15 +271,20 @@ class Nodes:
         else:
             place = Loopback(self._made, self._shared / name, self._mark(name))
         slots, socket = place.folder / "slots", place.folder / "daemon.sock"
-        machine = Machine(name, slots, place.seen(socket), log, place=place, inside=f"unix:{socket}")
-        insecure = ["--insecure"] if isinstance(place, Space) and "--tls-cert" not in self._daemon_flags else []
+        machine = Machine(name, slots, place.seen(socket), log, place=place, inside=f"unix:{socket}", user=user)
+        if self._certificates:
+            trust = self._certificates.flags("ours", name, user)
+        else:
+            trust = ("--insecure",) if isinstance(place, Space) else ()
         machine.flags = ["--node", name, "--socket", str(socket), "--dir", str(slots), "--listen", place.listen,
-                         *insecure, *self._daemon_flags]  # fmt: skip
+                         *trust, *self._daemon_flags]  # fmt: skip
         machine.daemon = self.start_daemon(machine)
         return machine
 
-    def start_daemon(self, machine: Machine) -> Fork:
+    def start_daemon(self, machine: Machine) -> subprocess.Popen[bytes] | Fork:
         """Starts or restarts a node's daemon; does not wait for it."""
+        if self._are_typed:
+            return self._spawn(machine, [str(BIN / "reft-daemon"), *machine.flags], machine.log, {})
         return self._fork(daemon_fork, machine, machine.flags, machine.log, {})
 
     def daemon_process(self, machine: Machine) -> psutil.Process:
@@ -331,18 +380,30 @@ class Nodes:
     def _start_agent(self, machine: Machine, environment_now: Mapping[str, str] | None = None) -> None:
         if self._launch is None:
             return
-        command = [*self._launch.command, f"--local-addr={machine.living.address}", *self._launch.script]
-        environment = {
-            **LOCAL_ONLY, "GLOO_SOCKET_IFNAME": self._switch.interface, "REFT_DAEMON": machine.inside,
-            **self._launch.environment, **(environment_now or {}),
-        }  # fmt: skip
+        arguments, environment = self._arguments(machine), self._variables(machine, environment_now or {})
         log = self._launch.training.out / f"{machine.name}.log"
-        if "LOGLEVEL" in environment:  # torch reads this variable when it is imported
-            machine.agent = self._spawn(machine, command, log, environment)
+        if self._are_typed:
+            machine.agent = self._spawn(machine, [str(BIN / "torchrun"), *arguments], log, environment)
+        elif "LOGLEVEL" in environment:  # torch reads this variable when it is imported
+            machine.agent = self._spawn(machine, [*self._launch.command[:3], *arguments], log, environment)
         else:
-            machine.agent = self._fork(agent_fork, machine, command[2:], log, environment)
+            machine.agent = self._fork(agent_fork, machine, [self._launch.command[2], *arguments], log, environment)
         self._launch.agents.append(machine.agent)
         self._launch.logs.append(log)
+
+    def _arguments(self, machine: Machine) -> list[str]:
+        """Returns the arguments of torchrun on a node."""
+        assert self._launch is not None
+        return [*self._launch.command[3:], f"--local-addr={machine.living.address}", *self._launch.script]
+
+    def _variables(self, machine: Machine, environment_now: Mapping[str, str]) -> dict[str, str]:
+        """Returns what is added to the environment of an agent on a node."""
+        assert self._launch is not None
+        return {
+            **(self._certificates.variables("ours", machine.name, machine.user) if self._certificates else {}),
+            **LOCAL_ONLY, "GLOO_SOCKET_IFNAME": self._switch.interface, "REFT_DAEMON": machine.inside,
+            **self._launch.environment, **environment_now,
+        }  # fmt: skip
 
     def kill_ranks(self, *ranks: int) -> float:
         """Kills trainers, but not their nodes; returns when, in seconds of the monotonic clock."""

@@ -32,6 +32,11 @@ def memory_slot(name: str, rank: int, data_bytes: int, job: str = "job") -> Slot
     return SlotFile(name, rank, descriptor, None, geometry.file_bytes, slot_map)
 
 
+def mapped(slot: SlotFile) -> SlotMap:
+    """Maps a slot, as its trainer does."""
+    return SlotMap(map_file(slot.descriptor, slot.file_bytes)[1], slot.descriptor)
+
+
 def fill(slot: SlotFile, version: Version, data: bytes, upto: SlotState = SlotState.SEALED) -> None:
     """Writes a version into a slot, as a trainer does."""
     slot_map = slot.map

@@ -18,6 +18,7 @@ from reft_daemon.persist.slot_copy import read_head
 from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import CHUNK, Job, data_of, epoch_of, write
+from tests.support.trainer_forks import Trainer
 
 LINEAGE = "0123456789abcdef"
 
@@ -27,7 +28,7 @@ class PersistedJob(Job):
 
     Args:
         daemons: one for each rank.
-        pid: of the process that stands for all trainers.
+        trainer: the process that stands for all trainers.
         root: the folder of `--persist`.
         count: slots of each rank.
         chunks: size of each rank's data.
@@ -35,13 +36,19 @@ class PersistedJob(Job):
     """
 
     def __init__(
-        self, daemons: Sequence[DaemonProcess], pid: int, root: Path, count: int = 4, chunks: int = 2, **facts: object
+        self,
+        daemons: Sequence[DaemonProcess],
+        trainer: Trainer,
+        root: Path,
+        count: int = 4,
+        chunks: int = 2,
+        **facts: object,
     ) -> None:
         super().__init__(
             [(daemon, [rank]) for rank, daemon in enumerate(daemons)], **{"lineage": LINEAGE, "slots": count, **facts}
         )
         self.manifest.named = bool(facts.get("named", True))  # merging leaves a True
-        self.pid, self.root, self.count, self.nbytes = pid, root, count, chunks * CHUNK
+        self.trainer, self.root, self.count, self.nbytes = trainer, root, count, chunks * CHUNK
         self.store = CheckpointStore(StorageFolder(root), self.name)
         self.slots_of: dict[int, list[SlotMap]] = {}
 
@@ -54,7 +61,7 @@ class PersistedJob(Job):
         """Attaches: decides, and leases slots."""
         self.decide(base)
         for rank in self.home:
-            self.slots_of[rank] = self.slots(rank, self.pid, slots=self.count, data_bytes=self.nbytes)
+            self.slots_of[rank] = self.slots(rank, self.trainer, slots=self.count, data_bytes=self.nbytes)
         return self
 
     def seal(self, *steps: int) -> None:

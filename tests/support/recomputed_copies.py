@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import traceback
@@ -23,6 +24,7 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.daemons import until
 
 MARKS = 6
+DEADLINE_S = 200.0  # of all cases of a rank; shortly before, the rank writes where it stands
 WIDTH = 200  # a moment of such a layer is too large for a capsule
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"kind": torch.optim.AdamW},
@@ -36,6 +38,7 @@ DRIFTING = "drifting"  # a case whose owner does what no replay repeats
 def work(
     rank: int, world: int, port: int, daemon: str, out: str, cases: Sequence[str] = tuple(CASES), job: str = "",
     pause: int = 0, protect: str = "aor", marks: int = MARKS, held_from: int = 1 << 30, failpoints: str = "",
+    device: str = "cpu",
 ) -> None:  # fmt: skip
     """Runs cases in one process of the group, and writes how each turn was made.
 
@@ -48,6 +51,7 @@ def work(
         pause: stands still once this step is protected, until a file "go" is in the folder.
         held_from: the first step that the test's daemons don't protect; such steps become whole.
         failpoints: of this process.
+        device: of the model; ranks may share one.
         protect: how the moments are protected.
         marks: number of steps to train.
     """
@@ -56,13 +60,14 @@ def work(
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     with open(Path(out, f"{rank}.log"), "wb") as log:
         os.dup2(log.fileno(), 2)  # what reft says
+    faulthandler.dump_traceback_later(DEADLINE_S - 10)
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     try:
         dist.init_process_group("gloo")
         for name in cases:
             paused = Path(out, f"{rank}.paused") if pause else None
-            results[name] = train(name, job or name, pause, paused, protect, marks, held_from)
+            results[name] = train(name, job or name, pause, paused, protect, marks, held_from, device)
         dist.destroy_process_group()
     except BaseException:
         results["error"] = traceback.format_exc()
@@ -70,12 +75,13 @@ def work(
 
 
 def train(
-    case: str, name: str, pause: int, paused: Path | None, protect: str, marks: int, held_from: int
+    case: str, name: str, pause: int, paused: Path | None, protect: str, marks: int, held_from: int, device: str
 ) -> dict[str, Any]:
     """Returns how each turn was made on this node, and a digest of the last state."""
     torch.manual_seed(3)
     world = dist.get_world_size()
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(4, world))))  # each rank has moments
+    layers = (nn.Linear(WIDTH, WIDTH) for _ in range(max(4, world)))  # each rank has moments
+    model = nn.Sequential(*layers).to(device)
     ddp = DistributedDataParallel(model, find_unused_parameters=world > 2)  # else DDP regroups sums
     values = CASES.get(case, CASES["adamw"])
     optimizer = ZeroRedundancyOptimizer(
@@ -97,7 +103,7 @@ def train(
                 until(paused.with_name("go").exists, 200, "go")
             optimizer.zero_grad()
             torch.manual_seed(1000 * step + dist.get_rank())
-            ddp(torch.randn(8, WIDTH)).square().sum().backward()
+            ddp(torch.randn(8, WIDTH).to(device)).square().sum().backward()
             nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
@@ -107,10 +113,10 @@ def train(
     state = [*model.parameters(), *(each for held in optimizer.optim.state.values() for each in held.values())]
     digest = xxhash.xxh3_128()
     for tensor in state:
-        digest.update(tensor.detach().numpy().tobytes())
+        digest.update(tensor.detach().cpu().numpy().tobytes())
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     moments = {
-        str(numbers[id(parameter)]): [xxhash.xxh3_64_hexdigest(each.numpy().tobytes()) for each in held.values()]
+        str(numbers[id(parameter)]): [xxhash.xxh3_64_hexdigest(each.cpu().numpy().tobytes()) for each in held.values()]
         for parameter, held in optimizer.optim.state.items()
     }
     return {

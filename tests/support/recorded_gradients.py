@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import reft
 from reft.wire.record_format import GradientRecord, read_record
 from reft.wire.slot_format import SlotMap
 from tests.support.gradient_records import bytes_of, gradient_of, parameter_of
+from tests.support.trainers import Trainers
 
 MARKS = 6
 WIDTH = 200  # a moment of such a layer is too large for a capsule
@@ -29,20 +29,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def work(rank: int, world: int, port: int, daemon: str, out: str) -> None:
+def work(spec: dict[str, Any]) -> None:
     """Runs all cases in one process of the group, and writes what was found."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), REFT_DAEMON=daemon)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    rank, world = str(spec["rank"]), str(spec["world"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(spec["port"]), REFT_DAEMON=spec["daemon"])
+    os.environ.update(RANK=rank, WORLD_SIZE=world, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    try:
-        dist.init_process_group("gloo")
-        for name, case in CASES.items():
-            results[name] = train(name, **case)
-        dist.destroy_process_group()
-    except BaseException:
-        results["error"] = traceback.format_exc()
-    Path(out, f"{rank}.json").write_text(json.dumps(results))
+    dist.init_process_group("gloo")
+    results = {name: train(name, **case) for name, case in CASES.items()}
+    dist.destroy_process_group()
+    Path(spec["out"]).write_text(json.dumps(results))
+
+
+class RecordingRanks(Trainers):
+    """The ranks of all cases."""
+
+    target = staticmethod(work)
 
 
 def train(

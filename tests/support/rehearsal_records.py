@@ -24,6 +24,7 @@ def mark(step: int, **changes: object) -> MarkRecord:
         "step": step,
         "time_s": 100.0 + step * STEP_S,
         "inputs": [f"i{step}", f"j{step}"],
+        "at_batch": {"torch": f"g{step - 1}", "python": "p"},
         "at_forward": {"torch": f"g{step - 1}", "python": "p"},
         "generators": {"torch": f"g{step}", "python": "p"},
         "groups": {"optimizer.0.0": {"lr": 0.1}},

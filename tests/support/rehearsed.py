@@ -1,11 +1,13 @@
 """Stands in for a trainer under `reft-cli rehearse`: writes records, and serves as its daemon.
 
-    python -m tests.support.rehearsed --steps 12 [--fault NAME] [--step-s 0.02] [--agent]
+    python -m tests.support.rehearsed --steps 12 [--fault NAME] [--step-s 0.02] [--agent --ranks 2]
 
-One process, no torch; with --agent, another process starts it again when it is killed. A step's
+No torch. One process; with --agent, another process starts it, and starts it again when it is
+killed. With --ranks 2 that agent ends the other rank first, by SIGTERM, like torchrun. A step's
 "state" is a number; a "snapshot" is a file in the runtime folder, which outlives the process, as
-slots do. As in a trainer, a failpoint stops the first process in a snapshot. The daemon is another
-process of this module; it answers what `rehearse` asks.
+slots do. As in a trainer, a failpoint stops the first process in a snapshot. Of several ranks each
+stops twice: a rank may reach the failpoint after the kill only. The daemon is another process of
+this module; it answers what `rehearse` asks.
 """
 
 from __future__ import annotations
@@ -25,12 +27,17 @@ from pathlib import Path
 
 import psutil
 
-FAULTS = ("prefetch", "random", "crash", "fresh", "forgotten")
+FAULTS = ("prefetch", "random", "crash", "fresh", "forgotten", "unseen", "own-daemon", "older-a", "older-b")
+OLDER = 3  # the step of an older run
+VALIDATED = 9  # this step has a forward in eval mode
 START_S = 30.0
 
 
 def serve(socket: str) -> None:
-    """Answers Hello and Status as a daemon would: every step is whole."""
+    """Answers Hello and Status as a busy daemon would.
+
+    The first Status fails. In the others every step is whole.
+    """
     import grpc
 
     from reft.wire import messages
@@ -38,10 +45,15 @@ def serve(socket: str) -> None:
     from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
     class FakeDaemon(pb_grpc.DaemonServicer):
+        asked = 0
+
         def Hello(self, request, context):
             return pb.HelloReply(pid=os.getpid(), protocol=messages.PROTOCOL, oldest=messages.PROTOCOL)
 
         def Status(self, request, context):
+            self.asked += 1
+            if self.asked == 1:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
             return pb.StatusReply(jobs=[pb.JobStatus(job="fake", whole=1_000_000)])
 
     server = grpc.server(futures.ThreadPoolExecutor(2))
@@ -62,8 +74,11 @@ def is_living(pid: int) -> bool:
 def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
     """Writes the records of one process."""
     folder = Path(os.environ["REFT_RUNTIME_DIR"])
-    socket, held, pause = folder / "daemon.sock", folder / "held", threading.Event()
-    if socket.exists():
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    socket, held, pause = folder / "daemon.sock", folder / f"held.{rank}", threading.Event()
+    if rank or fault == "own-daemon":
+        pass
+    elif socket.exists():
         print("daemon lives" if is_living(int((folder / "pid").read_text())) else "daemon is dead", flush=True)
     else:
         daemon = subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve", str(socket)])
@@ -73,46 +88,62 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
             pause.wait(0.01)
     Path(os.environ["REFT_DIR"], "job").mkdir(parents=True, exist_ok=True)
     tempfile.mkstemp()  # like a loader's workers, which SIGKILL keeps from tidying up
-    failpoint = re.search(r"from=(\d+):epoch=1$", os.environ.get("REFT_FAILPOINTS", ""))
+    failpoint = re.search(r"from=(\d+):times=1:epoch=1$", os.environ.get("REFT_FAILPOINTS", ""))
     stop_at = int(failpoint[1]) if failpoint and not held.exists() else 0
-    base = int(held.read_text()) if held.exists() and fault != "fresh" else 0
     prefix = os.environ["REFT_REHEARSE"]
+    older = OLDER if fault == f"older-{Path(prefix).name}" else 0
+    base = int(held.read_text()) if held.exists() and fault != "fresh" else older
     run = f"{os.getpid()}" if fault == "random" else ""
     if outputs:
-        Path(outputs).write_text("written")
+        Path(outputs).write_text(f"REFT_REHEARSAL={os.environ['REFT_REHEARSAL']}")
 
     def write(kind: str, **fields: object) -> None:
-        line = json.dumps({"kind": kind, "rank": 0, **fields}) + "\n"
-        descriptor = os.open(f"{prefix}.0.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        line = json.dumps({"kind": kind, "rank": rank, **fields}) + "\n"
+        descriptor = os.open(f"{prefix}.{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(descriptor, line.encode())
         os.close(descriptor)
 
     restored = "memory" if base else None
-    write("attach", world=1, pid=os.getpid(), step=base, restored_from=restored, script="x.py", time=time.time(),
+    write("attach", world=world, pid=os.getpid(), step=base, restored_from=restored, script="x.py", time=time.time(),
           generators={"torch": f"g{base}"}, state=["data"], regroups=False, hash=1)  # fmt: skip
     shift = 1 if fault == "prefetch" and base else 0
     for step in range(base + 1, steps + 1):
         pause.wait(step_s)  # a step takes so long
-        inputs = [f"i{step + shift}{run}"]
-        write("mark", step=step, time=time.time(), inputs=inputs, at_forward={"torch": f"g{step - 1}"},
+        inputs = [] if fault == "unseen" else [f"i{step + shift}{run}"]
+        forwards = [] if fault == "unseen" else ["training", *(["eval"] if step == VALIDATED else [])]
+        write("mark", step=step, time=time.time(), inputs=inputs, at_batch=None, at_forward={"torch": f"g{step - 1}"},
               generators={"torch": f"g{step}"}, groups={"optimizer.0.0": {"lr": 0.1}}, state={"data": f"d{step}"},
-              leaves={"w": f"w{step + shift}"})  # fmt: skip
+              leaves={"w": f"w{step + shift}"}, forwards=forwards, epoch_ends=[], saves=[])  # fmt: skip
         if step == base + 2 and fault == "forgotten":
             write("alive", step=step, objects=[{"kind": "ema", "type": "AveragedModel", "name": "ema"}])
         if step == stop_at:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        (folder / "new").write_text(str(step))
-        (folder / "new").rename(held)  # a killed write must not leave half a number
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # so that the second stop comes
+            for _ in range(world):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        (folder / f"new.{rank}").write_text(str(step))
+        (folder / f"new.{rank}").rename(held)  # a killed write must not leave half a number
         if fault == "crash" and step == 3:
             raise SystemExit("the loss is not a number")
 
 
-def launch(arguments: list[str]) -> None:
-    """Runs the trainer, and starts it again when it is killed."""
+def launch(arguments: list[str], world: int) -> None:
+    """Runs the trainers; when one is killed, ends the others and starts all again."""
     print("agent begins", flush=True)
-    while (code := subprocess.call([sys.executable, "-m", __spec__.name, *arguments])) < 0:
+    while (code := run_ranks(arguments, world)) < 0:
         print("agent restarts", flush=True)
     raise SystemExit(code)
+
+
+def run_ranks(arguments: list[str], world: int) -> int:
+    """Runs the trainers until one has ended; ends the others, and returns the first one's code."""
+    ranks = [{**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
+    trainers = [subprocess.Popen([sys.executable, "-m", __spec__.name, *arguments], env=each) for each in ranks]
+    _, status = os.wait()
+    for each in trainers:
+        each.terminate()
+        each.wait()
+    return os.waitstatus_to_exitcode(status)
 
 
 if __name__ == "__main__":
@@ -123,10 +154,11 @@ if __name__ == "__main__":
     parser.add_argument("--fault", choices=FAULTS, default="")
     parser.add_argument("--outputs", default="")
     parser.add_argument("--agent", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1)
     given = parser.parse_args()
     if given.serve:
         serve(given.serve)
     elif given.agent:
-        launch([each for each in sys.argv[1:] if each != "--agent"])
+        launch([each for each in sys.argv[1:] if each != "--agent"], given.ranks)
     else:
         train(given.steps, given.step_s, given.fault, given.outputs)

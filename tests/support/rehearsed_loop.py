@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import reft
 
-FAULTS = ("", "prefetch", "moved", "scheduler", "ema", "worker", "hash", "position", "epoch")
-STEPS, EPOCH = 200, 5
+FAULTS = ("", "prefetch", "moved", "drawn", "scheduler", "ema", "worker", "hash", "position", "epoch")
+STEPS, EPOCH = 200, 8
 
 
 class Draws:
@@ -74,7 +74,7 @@ def main(fault):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = StepLR(optimizer, 4, gamma=0.9)
     average = AveragedModel(model)
-    data = Draws()
+    data = Draws() if fault != "drawn" else reft.ResumableLoader(DataLoader(Rows(False), batch_size=1))
     state = {"lr": schedule, "average": average, "data": data}
     forgotten = {
         "scheduler": "lr",
@@ -96,9 +96,14 @@ def main(fault):
         data = epochs(-(-session.step // EPOCH))
     elif fault == "moved":
         torch.rand(3)
+    elif fault == "drawn":
+        data = data.endless()
+    begun = session.step
     batch = next(data) if fault == "prefetch" else None
     while session.step < STEPS:
         batch = next(data) if fault != "prefetch" else batch
+        if fault == "drawn" and session.step == begun:
+            torch.rand(3)  # after the batch
         loss = model(batch).square().mean()
         batch = next(data) if fault == "prefetch" else None
         optimizer.zero_grad()

@@ -121,7 +121,7 @@ def section_digests(section: bytes, chunk_bytes: int = CHUNK) -> list[int]:
 
 def seal(slot: SlotMap) -> None:
     slot.landed()
-    slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+    slot.sealed(np.fromiter(slot.digests_of(0, slot.chunks), np.uint64))
 
 
 def write_record(
@@ -141,7 +141,7 @@ def write_record(
         updates.append(RecordUpdate(OPTIMIZER, owner.kind, tuple(groups), tuple(leaves)))
     capsule = encode_record(GradientRecord(version.step, previous, tuple(updates)))
     slot.begin(version, bytes(16), b"", len(data))
-    slot.data[: len(data)] = np.frombuffer(bytes(data), np.uint8)
+    slot.write(0, np.frombuffer(bytes(data), np.uint8))
     slot.put_capsule(capsule)
     seal(slot)
     return record_digest(slot.reread(), capsule, [int(each) for each in slot.digests[: slot.chunks]])
@@ -226,5 +226,5 @@ def write_owner_step(slot: SlotMap, version: Version, data: bytes, capsule: byte
     """Writes and seals a step of an owner, as a trainer does."""
     slot.begin(version, b"l" * 16, b"", len(data))
     slot.put_capsule(capsule)
-    slot.data[: len(data)] = np.frombuffer(data, np.uint8)
+    slot.write(0, np.frombuffer(data, np.uint8))
     seal(slot)

@@ -22,7 +22,7 @@ from reft.core.layout.cells import INLINE_BYTES_MAX, divide
 from reft.core.layout.layout import Layout, pack
 from reft.errors import RestoreError
 from reft.wire.messages import table_to
-from reft.wire.slot_format import Geometry, SlotMap, chunk_digest
+from reft.wire.slot_format import Geometry, SlotMap
 from tests.support.two_level import expected_parity
 
 VERSION = Version(Epoch(1, bytes(range(16))), 7)
@@ -114,7 +114,7 @@ def make_slot(
     slot.data[: data.nbytes] = data
     slot.put_capsule(b"capsule")
     slot.landed()
-    slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+    slot.sealed(np.fromiter(slot.digests_of(0, slot.chunks), np.uint64))
     return slot
 
 
@@ -140,7 +140,7 @@ def make_parity(placement: Placement, rank: int, slots: Sequence[SlotMap]) -> Sl
 
 def seal(slot: SlotMap) -> None:
     """Seals a slot with the digests of its bytes as they are."""
-    slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+    slot.sealed(np.fromiter(slot.digests_of(0, slot.chunks), np.uint64))
 
 
 class Postbox:

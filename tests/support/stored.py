@@ -14,6 +14,7 @@ from reft.wire import stored_format as stored
 from reft.wire.manifest import placement_of
 from reft.wire.slot_format import read_head
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.job_files import decode_copy
 from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource
 from reft_daemon.persist.storage_folder import StorageFolder
@@ -21,7 +22,7 @@ from tests.support.daemons import DaemonProcess
 
 
 def record_of(daemon: DaemonProcess, job: str = "job") -> pb.JobRecord:
-    return pb.JobRecord.FromString((daemon.folder / job / "record").read_bytes())
+    return pb.JobRecord.FromString(decode_copy((daemon.folder / job / "record.0").read_bytes()).body)
 
 
 def ranges_of(manifest: pb.Manifest, rank: int) -> list[SlotRange]:

@@ -17,6 +17,7 @@ BASES = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}
 OPTIMIZERS = {"AdamW8bit": AdamW8bit, "AdamW4bit": AdamW4bit, "AdamWFp8": AdamWFp8}
 WIDTH, RANK = 64, 128  # adapters of 8,192 elements: torchao keeps smaller ones in fp32
 STEPS = 60  # nobody foresees the state, so some steps pass until the ranks have a layout for it
+SEALED = 20  # each of so many first steps waits a second at most until it is whole
 
 
 class Adapted(nn.Module):
@@ -46,7 +47,9 @@ if "RANK" in os.environ:
 optimizer = OPTIMIZERS[arguments.optimizer]([each for each in model.parameters() if each.requires_grad], lr=1e-3)
 losses: list[float] = []
 with reft.attach(model, optimizer) as session:
-    for _ in session.steps(STEPS):
+    for step in session.steps(STEPS):
+        if step < SEALED:
+            session.seal(timeout=1.0)
         inputs = torch.randn(8, WIDTH)
         loss = (model(inputs) - inputs.roll(1, 1)).square().mean()
         loss.backward()

@@ -121,6 +121,25 @@ def _keep(session: reft.Session, step: int, options: dict[str, Any]) -> None:
         session.persist()
 
 
+def _await_layout(session: reft.Session, attached: Any, longest_s: float) -> None:
+    """Waits until snapshots have a newer layout than attach made, or the next mark brings it.
+
+    Args:
+        session: the session.
+        attached: what took its snapshots at first.
+        longest_s: how long to wait at most: an attempt may need further marks.
+    """
+    window, end_s = session._window, time.monotonic() + longest_s
+
+    def is_made() -> bool:
+        if window.snapshots is attached:
+            return window.reviews._ready is not None
+        return window.snapshots.reporter.layout.start >= 0
+
+    while time.monotonic() < end_s and not is_made():
+        PACE.wait(0.02)
+
+
 def _tell(out: Path, step: int) -> None:
     """Writes the step, and adds the time to those of all steps."""
     out.with_suffix(".step").write_text(str(step))
@@ -153,6 +172,7 @@ def train(spec: dict[str, Any]) -> None:
     # With options["own"] no leaf has a replica: the names of all leaves differ by rank.
     held = torch.nn.ModuleDict({f"rank{rank}": wrapped}) if options.get("own") else wrapped
     session = reft.attach(held, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments)
+    attached = session._window.snapshots
     began, losses, longest = session.step, [], 0.0
     step_s, mark_began = 0.0, time.monotonic()
     for step in session.steps(spec["steps"]):
@@ -169,6 +189,7 @@ def train(spec: dict[str, Any]) -> None:
         schedule.step()
         losses.append(loss.item().hex())
         PACE.wait(options.get("step_s", 0))
+        _await_layout(session, attached, options.get("layout_s", 0.0))
         step_s = time.monotonic() - started
         if options.get("tells"):
             _tell(Path(spec["out"]), step)

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from reft.config import Config
-from reft.errors import DaemonUnavailable
-from reft.wire import daemon_launcher
+from reft.errors import AttachError, DaemonUnavailable
+from reft.wire import daemon_launcher, rpc
 from reft.wire.daemon_launcher import DaemonRestarter
+from reft.wire.messages import OLDEST, PROTOCOL
+from reft.wire.v1 import daemon_pb2 as pb
 
 
 @pytest.fixture
@@ -34,6 +36,19 @@ def refuse(restarter: DaemonRestarter, address: str) -> None:
     for thread in threading.enumerate():
         if thread.name == "reft-revive":
             thread.join(10)
+
+
+@pytest.mark.parametrize(("protocol", "oldest"), [(0, 0), (OLDEST - 1, 1), (PROTOCOL + 2, PROTOCOL + 1)])
+def test_a_daemon_that_answers_hello_with_another_protocol_is_refused(monkeypatch, protocol, oldest):
+    monkeypatch.setattr(rpc, "call", lambda *_: pb.HelloReply(protocol=protocol, oldest=oldest))
+    with pytest.raises(AttachError, match=rf"the daemon at unix:/d.sock speaks protocol {protocol}\b"):
+        daemon_launcher.hello("unix:/d.sock")
+
+
+def test_a_newer_daemon_that_speaks_our_protocol_is_used(monkeypatch):
+    reply = pb.HelloReply(protocol=PROTOCOL + 2, oldest=OLDEST)
+    monkeypatch.setattr(rpc, "call", lambda *_: reply)
+    assert daemon_launcher.hello("unix:/d.sock") == reply
 
 
 @pytest.fixture

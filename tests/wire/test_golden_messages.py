@@ -3,7 +3,8 @@
 The file was written with the stubs of commit 71512e3 (protocol 7), each message under its present
 name. A message is read by its field numbers. So a renamed field must give the same bytes, and a
 changed number gives others. Protocol 9 dropped one field: ReportReply and Outcome carry `whole` in
-their pins. The old number is reserved, and the file lacks that field.
+their pins. Protocol 11 dropped the process of LeaseRequest. The old numbers are reserved, and the
+file lacks these fields.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ CARRIED = Decision(Epoch(8, b"c" * 16), BASE, (BASE.epoch,))  # by b and c
 TORN = Decision(Epoch(8, b"t" * 16), BASE, (BASE.epoch,))  # for all three, but only a received it
 
 
-def reply(decision: Decision, members: str, token: bytes = b"token") -> pb.InventoryReply:
+def reply(decision: Decision, members: str, mark: bytes = b"mark") -> pb.InventoryReply:
     manifest = pb.Manifest(
-        job="job", token=token, world=len(members), nodes=[pb.Node(id=each, name=each) for each in members]
+        job="job", job_mark=mark, world=len(members), nodes=[pb.Node(id=each, name=each) for each in members]
     )
     return pb.InventoryReply(decision=messages.decision_to(decision), manifest=manifest)
 
@@ -34,7 +34,7 @@ def test_a_decision_of_an_attach_that_died_does_not_outrank_others(order):
 
 def test_a_node_with_another_job_of_the_same_name_is_ignored():
     anew = Decision(Epoch(1, b"n" * 16), None)
-    survey = JobSurvey({"a": reply(TORN, "abc"), "b": reply(anew, "b", b"another token")})
+    survey = JobSurvey({"a": reply(TORN, "abc"), "b": reply(anew, "b", b"another mark")})
     assert survey.decision == TORN
 
 

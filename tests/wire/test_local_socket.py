@@ -214,9 +214,9 @@ BAD_REPLIES = [
     (pb.LocalReply(status=9, error="gone"), 1, "gone"),
     (pb.LocalReply(report=pb.ReportReply(), **SPOKEN), 1, "no reply"),
     (
-        pb.LocalReply(report=pb.ReportReply(), protocol=PROTOCOL - 1),
+        pb.LocalReply(report=pb.ReportReply(), protocol=OLDEST - 1),
         1,
-        f"the daemon speaks protocol {PROTOCOL - 1}, this",
+        f"the daemon speaks protocol {OLDEST - 1}, this",
     ),
 ]
 
@@ -250,7 +250,7 @@ def test_slots_that_are_given_back_are_acknowledged_or_refused(tmp_path):
 def test_a_process_gets_its_identity(tmp_path):
     reply = pb.LocalReply(caller=pb.Caller(pid=7, pid_start=8, parent=6), **SPOKEN)
     with served(tmp_path, answering(reply)) as path:
-        assert local_socket.introduce(path, 5) == local_socket.Caller(Process(7, 8), 6)
+        assert local_socket.introduce(path, 5) == local_socket.CallerProcess(Process(7, 8), 6)
 
 
 @pytest.mark.parametrize(

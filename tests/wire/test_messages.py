@@ -149,6 +149,14 @@ def test_any_bytes_are_a_table_or_a_format_error(data):
         pass
 
 
+def test_a_range_has_no_protocol_without_proofs():
+    """The token itself travelled up to protocol 10. So PROTOCOL may grow, and OLDEST too."""
+    assert 11 <= OLDEST <= PROTOCOL
+    for theirs in range(11):
+        with pytest.raises(AttachError, match=rf"you speak protocol {theirs}\b"):
+            check_protocol(theirs, 0, "you speak", "this daemon")
+
+
 @pytest.mark.parametrize(
     ("theirs", "their_oldest", "fits"),
     [
@@ -156,6 +164,7 @@ def test_any_bytes_are_a_table_or_a_format_error(data):
         (PROTOCOL, 0, True),  # a side that does not say its oldest speaks one protocol
         (PROTOCOL + 5, PROTOCOL, True),
         (OLDEST, 1, True),
+        (PROTOCOL + 5, 1, True),
         (PROTOCOL + 1, 0, False),
         (PROTOCOL + 5, PROTOCOL + 1, False),
         (OLDEST - 1, 1, False),

@@ -1,4 +1,4 @@
-"""Tests the table of errors and statuses, addresses, and the token."""
+"""Tests the table of errors and statuses, addresses, and names of methods."""
 
 from __future__ import annotations
 
@@ -107,36 +107,18 @@ def test_bad_addresses(address):
         rpc.check_address(address)
 
 
-TOKEN = bytes(range(32))
+def test_only_a_unix_socket_is_a_local_address():
+    assert rpc.check_local_address("unix:/run/reft.sock") == "unix:/run/reft.sock"
+    for address in ("localhost:29700", "unix:", "10.0.0.1:1"):
+        with pytest.raises(ConfigError):
+            rpc.check_local_address(address)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "fits"),
-    [
-        (rpc.peer_metadata(TOKEN), True),
-        ((("other", "x"), *rpc.peer_metadata(TOKEN)), True),
-        ((), False),
-        (None, False),
-        (rpc.peer_metadata(b""), False),
-        (rpc.peer_metadata(TOKEN[:31]), False),
-        (rpc.peer_metadata(TOKEN + b"\0"), False),
-        (rpc.peer_metadata(TOKEN[::-1]), False),
-        (((rpc.TOKEN_KEY, "text"),), False),
-    ],
-)
-def test_the_token(metadata, fits):
-    assert rpc.has_token(metadata, TOKEN) is fits
-
-
-def test_a_job_without_a_token_accepts_no_caller():
-    assert not rpc.has_token(rpc.peer_metadata(b""), b"")
-
-
-def test_the_token_is_compared_in_constant_time(monkeypatch):
-    seen = []
-    monkeypatch.setattr(rpc.hmac, "compare_digest", lambda one, other: seen.append((one, other)) or True)
-    assert rpc.has_token(rpc.peer_metadata(b"x"), TOKEN)
-    assert seen == [(b"x", TOKEN)]
+def test_a_method_has_its_full_name_and_the_class_of_its_replies():
+    assert rpc.method_of(pb_grpc.DaemonStub, "Read") == ("/reft.v1.Daemon/Read", pb.Chunk)
+    assert rpc.method_of(pb_grpc.PeerStub, "Announce") == ("/reft.v1.Peer/Announce", pb.OutcomeReply)
+    with pytest.raises(KeyError):
+        rpc.method_of(pb_grpc.PeerStub, "Read")
 
 
 def test_a_connection_may_take_as_long_as_the_call(tmp_path):
@@ -184,3 +166,13 @@ def test_an_error_that_travels_keeps_its_remedy_apart():
     arrived = rpc.error_from(rpc.status_of(error), str(error), "unix:/s")
     assert type(arrived) is NoRoom
     assert (arrived.message, arrived.hint, str(arrived)) == (error.message, error.hint, str(error))
+
+
+@pytest.mark.parametrize(
+    "reason", ["Hostname Verification Check failed.", "OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: OK"]
+)
+def test_a_certificate_of_somebody_else_has_its_own_remedy(reason):
+    details = f"failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:5: {reason}"
+    error = rpc.error_from(grpc.StatusCode.UNAVAILABLE, details, "node7:29700")
+    assert isinstance(error, DaemonUnavailable) and "certificates.sh" in error.hint
+    assert "the certificate at node7:29700 is not of a daemon of this user" in error.message

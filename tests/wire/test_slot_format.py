@@ -9,6 +9,7 @@ import os
 import struct
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,11 +24,14 @@ from reft.core.commit.version import Epoch, Version
 from reft.errors import FormatError
 from reft.wire import capsule_format
 from reft.wire.messages import places_from, table_from, table_to
+from reft.wire.shm import map_file
 from reft.wire.slot_format import (
     CAPSULE_MAX,
     CHECKSUM,
     HEADER,
     PAGE,
+    SEQ_MAX,
+    FileSlotMap,
     Geometry,
     Header,
     SlotMap,
@@ -419,3 +423,100 @@ def test_a_page_with_failed_memory_is_an_error_with_its_place(monkeypatch, tmp_p
         monkeypatch.setattr(os, "preadv", fails)
         with pytest.raises(FormatError, match=r"byte \d+ of rank 0's slot can't be read: .*Input/output"):
             map_.bad_chunks()
+
+
+# A slot that is not mapped
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    """A file for a slot like that of `filled`."""
+    descriptor = os.memfd_create("slot")
+    os.ftruncate(descriptor, Geometry(4096, 4 * 4096, 4096).file_bytes)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_a_slot_is_written_and_read_through_a_descriptor_as_through_a_mapping(file):
+    data = bytes(range(256)) * 40
+    mapped, _ = filled(data)
+    slot = FileSlotMap.create_in(file, Geometry(4096, 4 * 4096, 4096), "job", 0)
+    slot.begin(Version(EPOCH, 1), b"l" * 16, b"table", len(data))
+    slot.put_capsule(b"capsule")
+    slot.write(0, np.frombuffer(data, np.uint8)[:5000])
+    slot.write(5000, np.frombuffer(data, np.uint8)[5000:])
+    slot.landed()
+    slot.sealed(np.fromiter(slot.digests_of(0, slot.chunks), np.uint64))
+    assert os.pread(file, mapped.nbytes, 0) == mapped.tobytes()
+    again = FileSlotMap(file)
+    assert (again.header, again.table(), again.capsule(), again.bad_chunks()) == (slot.header, b"table", b"capsule", [])
+    assert again.digests[: again.chunks].tolist() == SlotMap(mapped).digests[: again.chunks].tolist()
+    again.empty()
+    assert slot.reread().state is SlotState.EMPTY
+    with pytest.raises(TypeError, match="not mapped"):
+        _ = slot.data
+
+
+def test_what_does_not_fit_or_can_not_be_written_is_refused(file, monkeypatch):
+    slot = FileSlotMap.create_in(file, Geometry(4096, 4 * 4096, 4096), "job", 0)
+    with pytest.raises(FormatError, match="end behind the slot's data"):
+        slot.write(4 * 4096 - 1, np.zeros(2, np.uint8))
+    slot.write(5 * 4096, np.zeros(0, np.uint8))  # a decoded packet of zeros alone lies behind the data
+    slot.begin(Version(EPOCH, 1), b"l" * 16, b"table", 5000)
+    with pytest.raises(FormatError, match="1 digests for 2 chunks"):
+        slot.sealed(np.zeros(1, np.uint64))
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(FormatError, match=r"can't be written: .*No space left"):
+        slot.landed()
+    assert slot.header.state is SlotState.WRITING, "what was not written does not count"
+
+
+def test_a_slot_in_use_reaches_no_other_file(file):
+    """The slot's owner may close its descriptor while a thread still writes."""
+    own = os.dup(file)
+    slot = FileSlotMap.create_in(own, Geometry(4096, 4 * 4096, 4096), "job", 0)
+    os.close(own)
+    other = os.memfd_create("other")
+    slot.write(0, np.ones(4096, np.uint8))
+    assert other == own and os.fstat(other).st_size == 0
+    os.close(other)
+    before = len(os.listdir("/proc/self/fd"))
+    del slot
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+# The end of the sequence numbers
+
+
+@pytest.mark.parametrize("seq", [SEQ_MAX + 1, (1 << 64) - 2, (1 << 64) - 1])
+def test_a_sequence_number_that_no_writer_reaches_is_damage(seq):
+    geometry = Geometry(4096, 4096, 4096)
+    forged = Header(geometry, "job", 0, seq=seq)
+    with pytest.raises(FormatError, match=f"sequence number {seq}; the last one is {SEQ_MAX}"):
+        decode_header(forged.encode())
+    slot = np.zeros(geometry.file_bytes, np.uint8)
+    sound = SlotMap.create(slot, geometry, "job", 0)
+    offset = (seq % 2) * PAGE
+    slot[offset : offset + USED] = np.frombuffer(forged.encode(), np.uint8)
+    assert newest_header(slot).seq in (0, 1), "the other copy counts"
+    sound.begin(Version(EPOCH, 1), b"l" * 16, b"", 0)
+    sound.landed()
+    assert newest_header(slot).state is SlotState.LANDED
+
+
+@pytest.mark.parametrize("opens", [SlotMap, FileSlotMap])
+def test_a_slot_at_the_last_sequence_number_is_read_and_not_written(file, opens):
+    geometry = Geometry(4096, 4 * 4096, 4096)
+    pages = map_file(file, geometry.file_bytes)[1]
+    SlotMap.create(pages, geometry, "job", 0)
+    pages[:USED] = np.frombuffer(Header(geometry, "job", 0, seq=SEQ_MAX).encode(), np.uint8)
+    slot = opens(pages if opens is SlotMap else file)
+    assert slot.reread().seq == SEQ_MAX
+    for write in (slot.empty, slot.landed, lambda: slot.begin(Version(EPOCH, 1), b"l" * 16, b"", 0)):
+        with pytest.raises(FormatError, match="can't be again"):
+            write()
+    assert slot.reread().seq == SEQ_MAX

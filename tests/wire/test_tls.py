@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import shutil
+import socket
+import ssl
 import threading
 from concurrent import futures
 from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from reft.errors import ConfigError
 from reft.wire import rpc
+from reft.wire.certificate_role import Role, role_of
 from reft.wire.tls import Tls
-from tests.support.certificates import Certificates, why_not
+from tests.support.certificates import Certificates, openssl, why_not
 from tests.support.daemons import until
 
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # with this frame of HTTP/2 a server says that it is ready
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
@@ -26,37 +31,43 @@ def certificates(tmp_path) -> Certificates:
     return Certificates(tmp_path)
 
 
-def files(certificates: Certificates, authority: str) -> list[Path]:
-    return [Path(name) for name in certificates.flags(authority)[1::2]]
+def files(certificates: Certificates, authority: str, **whose: str) -> list[Path]:
+    return [Path(name) for name in certificates.flags(authority, **whose)[1::2]]
 
 
 @pytest.fixture
 def serve():
-    """Starts servers; returns their addresses."""
-    servers = []
+    """Starts servers that accept clients of gRPC and say nothing more; returns their addresses."""
+    with contextlib.ExitStack() as ends:
 
-    def start(tls: Tls) -> str:
-        server = grpc.server(futures.ThreadPoolExecutor(2))
-        health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-        port = server.add_secure_port("127.0.0.1:0", tls.server())
-        server.start()
-        servers.append(server)
-        return f"127.0.0.1:{port}"
+        def accept(listener: socket.socket, tls: Tls) -> None:
+            while True:
+                try:
+                    plain, _ = listener.accept()
+                except OSError:
+                    return  # the listener is closed
+                with contextlib.suppress(OSError):
+                    connection = ends.enter_context(tls.server_context().wrap_socket(plain, server_side=True))
+                    connection.sendall(SETTINGS)
 
-    yield start
-    for server in servers:
-        server.stop(None)
+        def start(tls: Tls) -> str:
+            listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
+            ends.callback(listener.shutdown, socket.SHUT_RDWR)
+            threading.Thread(target=accept, args=(listener, tls)).start()
+            return f"127.0.0.1:{listener.getsockname()[1]}"
+
+        yield start
 
 
 def answers(address: str, tls: Tls) -> bool:
-    """Returns whether the server accepts a new connection."""
+    """Returns whether client and server accept each other's certificates."""
+    states: queue.Queue[grpc.ChannelConnectivity] = queue.Queue()
     with rpc.channel(address, tls) as channel:
-        try:
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.UNAVAILABLE, error
-            return False
-        return True
+        channel.subscribe(states.put, try_to_connect=True)
+        while True:
+            state = states.get(timeout=20)
+            if state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
+                return state is grpc.ChannelConnectivity.READY
 
 
 def test_a_missing_file_is_named(certificates, tmp_path):
@@ -71,7 +82,7 @@ def test_a_key_of_another_certificate_or_an_encrypted_key_is_refused(certificate
     _, other, _ = files(certificates, "theirs")
     with pytest.raises(ConfigError, match="mismatch"):
         Tls(cert, other, ca)
-    certificates._openssl("pkcs8", "-topk8", "-in", key.name, "-passout", "pass:secret", "-out", "locked.key")
+    openssl("pkcs8", "-topk8", "-in", key, "-passout", "pass:secret", "-out", tmp_path / "locked.key")
     with pytest.raises(ConfigError, match="encrypted"):
         Tls(cert, tmp_path / "locked.key", ca)
 
@@ -120,3 +131,118 @@ def test_the_thread_of_a_dropped_object_ends(certificates):
     del watched
     thread.join(10)
     assert not thread.is_alive()
+
+
+# Roles
+
+
+def test_the_role_is_that_of_the_certificate(certificates):
+    assert Tls(*files(certificates, "ours", node="n1", user="bob")).role == Role("bob", "n1")
+    assert Tls(*certificates.agent("ours", node="n1")).role == Role("alice", agent="n1")
+
+
+def test_a_certificate_that_has_expired_still_has_its_role(certificates, tmp_path):
+    """A daemon that starts again must serve its own trainers, also where a renewal has failed."""
+    cert, key, ca = files(certificates, "ours", node="n1")
+    request, old = tmp_path / "request", tmp_path / "old.pem"
+    openssl("x509", "-x509toreq", "-in", cert, "-signkey", key, "-copy_extensions", "copyall", "-out", request)
+    signing = ("-CA", ca, "-CAkey", ca.with_suffix(".key"), "-copy_extensions", "copyall")
+    openssl("x509", "-req", "-in", request, *signing, "-days", "0", "-out", old)
+    assert Tls(old, key, ca).role == Role("alice", "n1")
+
+
+def test_a_certificate_without_a_user_is_refused(certificates):
+    with pytest.raises(ConfigError, match=r"(?s)host.pem names no user.*certificates.sh"):
+        Tls(*certificates.host("ours"))
+
+
+def test_a_certificate_of_another_role_is_not_taken_over(certificates, caplog):
+    ours, others = files(certificates, "ours"), files(certificates, "ours", user="bob")
+    watched = Tls(*ours)
+    watched.watch()
+    for mine, other in zip(ours[:2], others[:2], strict=True):
+        shutil.copy(other, mine)
+    with caplog.at_level(logging.ERROR, "reft"):
+        watched.reread()
+        until(lambda: "is now of the daemon of user bob" in caplog.text, what="the complaint")
+    assert watched.generation == 0 and watched.role.user == "alice"
+
+
+def test_only_daemons_of_the_same_user_are_called(certificates, serve):
+    """All these servers have the same host; certificate and key of each are of one authority."""
+    mine = Tls(*certificates.agent("ours"))
+    assert answers(serve(Tls(*files(certificates, "ours", node="n7"))), mine)
+    assert not answers(serve(Tls(*files(certificates, "ours", user="bob"))), mine)
+    assert not answers(serve(Tls(*certificates.agent("ours"))), mine), "an agent's key serves nothing"
+
+
+def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
+    """Returns both ends of a connection.
+
+    Raises:
+        OSError: one side refuses the other.
+    """
+    ends = socket.socketpair()
+    with futures.ThreadPoolExecutor() as pool:
+        accepted = pool.submit(server.wrap_socket, ends[0], server_side=True)
+        try:
+            made = client.wrap_socket(ends[1], server_hostname="reft")
+            made.settimeout(10)
+            accepted.result(10)
+            made.sendall(b"?")  # in TLS 1.3 the client hears of a refusal after its own handshake
+            accepted.result().sendall(accepted.result().recv(1))
+            assert made.recv(1) == b"?"
+        except BaseException:
+            for end in ends:
+                end.close()
+            raise
+        return accepted.result(), made
+
+
+def test_sockets_of_both_contexts_know_each_others_role(certificates):
+    daemon, agent = Tls(*files(certificates, "ours", node="n1")), Tls(*certificates.agent("ours", node="n2"))
+    accepted, made = shake_hands(daemon.server_context(), agent.client_context())
+    with accepted, made:
+        assert role_of(accepted.getpeercert()) == agent.role and role_of(made.getpeercert()) == daemon.role
+        assert accepted.selected_alpn_protocol() == "h2" and accepted.version() == "TLSv1.3"
+    assert daemon.server_context() is daemon.server_context()
+    assert daemon.server_context().minimum_version is agent.client_context().minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+def test_contexts_refuse_strangers(certificates):
+    daemon, agent = Tls(*files(certificates, "ours")), Tls(*certificates.agent("ours"))
+    stranger = Tls(*files(certificates, "theirs"))
+    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
+    for server, client in (
+        (daemon.server_context(), stranger.client_context()),
+        (stranger.server_context(), agent.client_context()),
+        (daemon.server_context(), nobody),
+        (agent.server_context(), daemon.client_context()),  # an agent's key serves nothing
+    ):
+        with pytest.raises(OSError):
+            shake_hands(server, client)
+
+
+def test_a_session_is_not_resumed(certificates):
+    daemon, agent = Tls(*files(certificates, "ours")), Tls(*certificates.agent("ours"))
+    for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+        client = agent.client_context()
+        client.maximum_version = version
+        accepted, made = shake_hands(daemon.server_context(), client)
+        with accepted, made:
+            assert made.session is None or not made.session.has_ticket
+
+
+def test_replaced_files_make_new_contexts(certificates):
+    watched, new = Tls(*files(certificates, "ours")), Tls(*files(certificates, "new"))
+    old = watched.server_context()
+    watched.watch()
+    certificates.replace("ours", "new")
+    watched.reread()
+    until(lambda: watched.generation == 1, what="new certificates")
+    assert watched.server_context() is not old
+    for end in shake_hands(watched.server_context(), new.client_context()):
+        end.close()
+    with pytest.raises(OSError):
+        shake_hands(old, new.client_context())

@@ -3,15 +3,16 @@
     DIR/                     0700, one daemon (flock on DIR/lock)
       node-id                random; an arena that starts empty is another node
       port                   the daemon's port if --listen names port 0; other nodes know this port
-      JOB/record             JobRecord, replaced whole
+      JOB/record.0 …         see reft_daemon.arena.job_files
       JOB/rank-3.slot-0      see reft.wire.slot_format; memfds have no file
       JOB/parity-3.slot-0    the same, with parity that rank 3's node keeps
       JOB/record-3.slot-0    the same, with gradients that rank 3 records: reft.wire.record_format
       JOB/capsule-…          of ranks of other nodes, see reft_daemon.arena.capsule_store
 
 A daemon that starts takes over the files here. A file that is no valid slot is renamed to *.bad,
-logged, and never offered. A slot of another format, as a newer reft writes, is renamed to
-*.format-MAJOR; a daemon that reads this format takes the slot over again. Making slots and
+logged, and never offered. A slot of another format, as a newer reft writes, stays under its name,
+is counted and shown, and is freed only with its job, by a purge. A daemon that reads this format
+takes the slot over again. Making slots and
 computing their digests take long, so the daemon runs these in threads.
 """
 
@@ -22,55 +23,57 @@ import contextlib
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import re
 import secrets
-import shutil
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from reft.core.budget import MemoryLimit, refusal
 from reft.core.commit.version import Version
-from reft.core.membership.job_identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
 from reft.failpoints import Failpoints
-from reft.wire.messages import MANIFEST_MAX
-from reft.wire.shm import advise, map_file
-from reft.wire.slot_format import PAGE, READABLE, Bytes, Geometry, SlotMap, UnknownFormat
+from reft.folders import claim_folder
+from reft.wire.shm import map_file
+from reft.wire.slot_format import FileSlotMap, Geometry, SlotMap, UnknownFormat
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import limits
 from reft_daemon.arena.huge_pages import make_huge
+from reft_daemon.arena.job_files import EARLIER_RECORD, RECORDS, FileCopy, JobFiles, check_size, encode_head
 from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.reserve import SpaceReserve
 from reft_daemon.arena.shortage import is_shortage
+from reft_daemon.arena.slices import run_at_once
 
 log = logging.getLogger("reft.daemon")
-PINS_DIGEST_BYTES = 8  # before the pins in their file
-RECORD_MAX = 2 * (2 * MANIFEST_MAX + (1 << 20))  # bytes: a record and the one before, each with two manifests
 RANK, PARITY, RECORD = "rank", "parity", "record"  # kinds of slots: how their names begin
 STORED = "stored"  # a file of a checkpoint, which does not lie in the arena
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
 WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
+DRAFT, SLICED_DRAFT = ".new", ".slices.new"
+WRITE_SLICE = 4 << 20  # bytes
 _OWN_FILES = ("lock", "node-id", "port")  # files beside the folders of the jobs
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass
 class SlotFile:
-    """One slot that the daemon holds: the open file and its mapping."""
+    """One slot that the daemon holds: an open file.
+
+    Its bytes are read and written through descriptors, and never mapped: a process that cuts the
+    file can't end the daemon.
+    """
 
     name: str
     rank: int
     descriptor: int
     path: Path | None  # None for a memfd
     file_bytes: int
-    _map: SlotMap
+    _map: SlotMap | None  # None: the slot was freed
     damaged: Version | None = None  # the version whose bytes the scrub found changed
 
     @property
@@ -81,6 +84,7 @@ class SlotFile:
             FormatError: see `check_size`.
         """
         self.check_size()
+        assert self._map is not None, "check_size refuses slots that were freed"
         return self._map
 
     @property
@@ -109,14 +113,11 @@ class SlotFile:
         return TMPFS if os.fstat(self.descriptor).st_nlink else UNLINKED
 
     def check_size(self) -> None:
-        """Raises FormatError if the slot was freed, or its file was cut.
-
-        Touching the mapping of a cut file would kill the daemon.
-        """
+        """Raises FormatError if the slot was freed, or its file was cut."""
         if self.descriptor < 0:
             raise FormatError(f"slot {self.name} was freed.")
-        if os.fstat(self.descriptor).st_size < self.file_bytes:
-            raise FormatError(f"slot {self.name} was cut to {os.fstat(self.descriptor).st_size} bytes.")
+        if (nbytes := os.fstat(self.descriptor).st_size) < self.file_bytes:
+            raise FormatError(f"slot {self.name} was cut to {nbytes} of {self.file_bytes} bytes.")
 
     async def pread(self, size: int, offset: int) -> bytes:
         """Reads bytes of the slot's file."""
@@ -127,11 +128,11 @@ class SlotFile:
         return np.fromiter(self.map.digests_of(0, self.map.chunks), np.uint64, self.map.chunks)
 
     def free(self) -> None:
-        """Gives the memory back, once the trainer's mapping is gone too."""
+        """Gives the memory back, once trainers and threads that use the slot are done, too."""
         if self.path:
             self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
-        self.descriptor = -1  # a reader that still has this object must not reach another file
+        self.descriptor, self._map = -1, None  # a reader that has this object must not reach another file
 
 
 def fits(have: Geometry, want: Geometry) -> bool:
@@ -148,25 +149,6 @@ def next_names(taken: Iterable[str], rank: int, count: int, kind: str = RANK) ->
     rank_names = [name for name in taken if name.startswith(f"{kind}-{rank}.")]
     serial = 1 + max((int(name.rpartition("-")[2]) for name in rank_names), default=-1)
     return [f"{kind}-{rank}.slot-{serial + i}" for i in range(count)]
-
-
-def claim_folder(folder: Path) -> Path:
-    """Makes the folder if it is missing. It checks that only this user can write the folder.
-
-    Raises:
-        ConfigError: the folder is a link, belongs to another user, or others may write it.
-    """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    stats = folder.lstat()
-    if not stat.S_ISDIR(stats.st_mode):
-        raise ConfigError(f"{folder} is not a folder.", "name another path")
-    if stats.st_uid != os.getuid():
-        raise ConfigError(
-            f"{folder} belongs to uid {stats.st_uid}, you are {os.getuid()}.", "name a folder of your own"
-        )
-    if stats.st_mode & 0o022:
-        raise ConfigError(f"others may write {folder} (mode {stats.st_mode & 0o777:o}).", f"chmod 700 {folder}")
-    return folder
 
 
 class Arena:
@@ -204,6 +186,7 @@ class Arena:
         self.pool = SparePool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
         self._lock = lock_file(folder / "lock", "arena")
         self.reserve = SpaceReserve(folder)
+        self.job_files = JobFiles(folder, self.write_files)
         self.node_id = self._node_id()
         if not limits.is_tmpfs(folder):
             log.warning("slots lie in %s, which is not a tmpfs: the kernel writes them to a disk", folder)
@@ -211,7 +194,7 @@ class Arena:
     def _node_id(self) -> str:
         path = self.folder / "node-id"
         if not path.exists():
-            self._write(path, secrets.token_hex(8).encode())
+            run_at_once(self._write({path: (secrets.token_hex(8).encode(),)}, DRAFT, _always))
         return path.read_text()
 
     @property
@@ -224,76 +207,56 @@ class Arena:
 
     @port.setter
     def port(self, port: int) -> None:
-        self._write(self.folder / "port", str(port).encode())
-
-    def records(self) -> list[pb.JobRecord]:
-        """Reads the job records that earlier daemons left.
-
-        An invalid record is logged, and stays where it is.
-
-        Raises:
-            OSError: a record can't be opened for now.
-        """
-        records = []
-        for path in sorted(self.folder.glob("*/record")):
-            try:
-                if path.stat().st_size > RECORD_MAX:
-                    raise ValueError(f"{path.stat().st_size} bytes; the limit is {RECORD_MAX}")
-                record = pb.JobRecord.FromString(path.read_bytes())
-                if check_name(record.manifest.job) != path.parent.name:
-                    raise ValueError(f"it names job {record.manifest.job!r}")
-                if record.node_index >= max(len(record.manifest.nodes), 1):
-                    raise ValueError(f"its manifest has no node {record.node_index}")
-                _take_pins(record, path.with_name("pins"))
-                records.append(record)
-            except Exception as error:
-                if is_shortage(error):
-                    raise
-                log.error("record %s can't be read, so the slots of its job are not offered: %s", path, error)
-        return records
-
-    def write_record(self, record: pb.JobRecord) -> None:
-        """Replaces a job's record.
-
-        A reader sees the whole old record or the whole new one.
-        """
-        self.write_file(record.manifest.job, "record", record.SerializeToString())
+        run_at_once(self._write({self.folder / "port": (str(port).encode(),)}, DRAFT, _always))
 
     def write_file(self, job: str, name: str, data: bytes) -> Path:
-        """Writes a small file into the job's folder.
+        """Writes a small file into the job's folder; see `write_files`."""
+        self.write_files(job, {name: data})
+        return self.folder / job / name
 
-        A reader sees the whole old file or the whole new one.
+    def write_files(self, job: str, files: Mapping[str, bytes]) -> None:
+        """Replaces small files in the job's folder: all of them, or none if there is no room.
+
+        A reader sees each whole old file or whole new one.
+
+        Args:
+            job: name of the job.
+            files: name → content. The first one is replaced first.
 
         Raises:
-            NoRoom, AttachError: the file can't be written, for lack of room or for another reason.
+            NoRoom, AttachError: they can't be written, for lack of room or for another reason.
         """
-        path = claim_folder(self.folder / job) / name
-        self._write(path, data)
-        return path
+        run_at_once(_write_in_folder(self, job, {name: (data,) for name, data in files.items()}, DRAFT, _always))
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(
+        self, files: Mapping[Path, Sequence[bytes]], draft: str, may_replace: Callable[[], bool]
+    ) -> Generator[None, None, bool]:
         try:
-            _replace(path, data)
+            return (yield from _replace(files, draft, may_replace))
         except OSError as error:
             with contextlib.suppress(OSError):
                 if error.errno == errno.ENOSPC and self.reserve.release():
-                    _replace(path, data)
-                    return
-            free = limits.file_system_free(self._lock)
+                    return (yield from _replace(files, draft, may_replace))
+            free, path = limits.file_system_free(self._lock), next(iter(files))
+            nbytes = sum(len(part) for parts in files.values() for part in parts)
             raise _no_room_or_attach_error(
                 error,
-                f"{len(data)} bytes can't be written to {path}: {error.strerror}; {free} are free.",
+                f"{nbytes} bytes can't be written to {path}: {error.strerror}; {free} are free.",
                 f"make room in {self.folder.parent}, or give the daemon another tmpfs with --dir (REFT_DIR)",
             ) from error
 
-    def adopt(self, job: str) -> list[SlotFile]:
+    def adopt(self, job: str) -> tuple[list[SlotFile], dict[str, int]]:
         """Opens the slots that earlier daemons left of `job`.
+
+        Returns:
+            The slots, and name → bytes of the slots of another format. These stay as they are: the
+            reft that wrote them may come again. Only a purge of the job frees them.
 
         Raises:
             OSError: a slot can't be opened for now.
         """
-        folder, slots = self.folder / job, []
-        for path in sorted(each for major in READABLE for each in folder.glob(f"*-*.slot-*.format-{major}")):
+        folder, slots, unreadable = self.folder / job, list[SlotFile](), dict[str, int]()
+        for path in sorted(folder.glob("*-*.slot-*.format-*")):  # as an earlier reft renamed them
             if not (original := path.with_suffix("")).exists():
                 path.rename(original)
         for path in sorted(folder.glob("*-*.slot-*[0-9]")):
@@ -301,18 +264,21 @@ class Arena:
                 continue
             try:
                 slots.append(self._open(job, path))
+            except UnknownFormat as error:
+                log.error("slot %s stays as it is: %s", path, error)
+                unreadable[path.name] = path.stat().st_size
+                self.held_bytes += unreadable[path.name]
             except (OSError, FormatError) as error:
                 if is_shortage(error):
                     raise
-                suffix = f".format-{error.major}" if isinstance(error, UnknownFormat) else ".bad"
-                log.error("slot %s can't be used and is renamed to *%s: %s", path, suffix, error)
-                path.rename(path.with_name(path.name + suffix))
-        return slots
+                log.error("slot %s can't be used and is renamed to *.bad: %s", path, error)
+                path.rename(path.with_name(f"{path.name}.bad"))
+        return slots, unreadable
 
     def _open(self, job: str, path: Path) -> SlotFile:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            slot = _map_slot(path.name, path, descriptor, os.fstat(descriptor).st_size)
+            slot = _slot_of(path.name, path, descriptor, os.fstat(descriptor).st_size)
             header = slot.map.header
             if header.job != job or not path.name.startswith(
                 tuple(f"{kind}-{header.rank}." for kind in (RANK, PARITY, RECORD))
@@ -337,7 +303,7 @@ class Arena:
             is_fixed = stat.S_ISREG(stats.st_mode) and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
             if not is_fixed or not re.fullmatch(rf"({RANK}|{RECORD})-{rank}\.slot-\d{{1,9}}", name):
                 raise FormatError(f"the descriptor for {name!r} is not a memfd of fixed size of rank {rank}.")
-            slot = _map_slot(name, None, descriptor, stats.st_size)
+            slot = _slot_of(name, None, descriptor, stats.st_size)
         except OSError as error:
             raise FormatError(f"the descriptor for {name!r} is not a memfd that can be written: {error}.") from error
         if slot.map.header.job != job or slot.rank != rank:
@@ -424,32 +390,23 @@ class Arena:
             descriptor = os.open(draft, flags, 0o600) if spare_descriptor is None else spare_descriptor
         else:
             descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        slot: SlotFile | None = None
         try:
-            pages = self._map_with_pages(descriptor, size, name)
+            _make_pages(descriptor, size, name)
             if not path:
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank, descriptor))
+            slot = SlotFile(name, rank, descriptor, path, size, FileSlotMap.create_in(descriptor, geometry, job, rank))
             if path:
                 draft.rename(path)
-        except OSError:
+        except (OSError, FormatError) as error:
+            slot = None  # the error's traceback holds this frame, and would hold the memory
             os.close(descriptor)
             if path:
                 draft.unlink(missing_ok=True)
+            if isinstance(error, FormatError):  # another process has cut the file
+                raise OSError(errno.EIO, error.message) from error
             raise
         return slot
-
-    def _map_with_pages(self, descriptor: int, size: int, name: str) -> Bytes:
-        """Maps a file and makes all its pages. They are huge pages where the kernel allows it."""
-        present_bytes = os.fstat(descriptor).st_size  # bytes of a spare file; 0 for a new file
-        if present_bytes < size:
-            os.ftruncate(descriptor, size)
-        pages = map_file(descriptor, size)[1]
-        huge = make_huge(descriptor, pages, present_bytes)
-        os.posix_fallocate(descriptor, 0, size)
-        # the kernel's out-of-memory killer counts mapped pages against this process
-        advise(pages, mmap.MADV_DONTNEED)
-        log.info("%s: %d bytes, %d of them made as huge pages", name, size, huge)
-        return pages
 
     def free(self, slot: SlotFile) -> None:
         """Frees one slot."""
@@ -458,7 +415,20 @@ class Arena:
 
     def forget(self, job: str) -> None:
         """Removes the folder of a job whose slots are freed."""
-        shutil.rmtree(self.folder / job, ignore_errors=True)
+        self.job_files.forget(job)
+
+    def read_records(self) -> list[pb.JobRecord]:
+        """Returns the jobs' records, and counts the memory of damaged jobs; see `JobFiles.read`."""
+        records = self.job_files.read()
+        self.held_bytes += sum(damaged.held_bytes for damaged in self.job_files.damaged.values())
+        return records
+
+    def free_damaged(self, job: str) -> int:
+        """Frees a job whose record is damaged; returns the number of bytes."""
+        nbytes = self.job_files.damaged[job].held_bytes
+        self.held_bytes -= nbytes
+        self.forget(job)
+        return nbytes
 
     def close(self) -> None:
         """Releases the folder; removes it if it holds no job any more."""
@@ -473,11 +443,20 @@ class Arena:
         os.close(self._lock)
 
 
-def _map_slot(name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
-    if size < 2 * PAGE:
-        raise FormatError(f"{size} bytes are too few for a slot.")
-    header_map = SlotMap(map_file(descriptor, size)[1], descriptor)
-    return SlotFile(name, header_map.header.rank, descriptor, path, size, header_map)
+def _make_pages(descriptor: int, size: int, name: str) -> None:
+    """Makes all pages of a file. They are huge pages where the kernel allows it."""
+    present_bytes = os.fstat(descriptor).st_size  # bytes of a spare file; 0 for a new file
+    if present_bytes < size:
+        os.ftruncate(descriptor, size)
+    # No byte of this mapping is touched: the kernel makes the pages. So a cut file is an error.
+    huge = make_huge(descriptor, map_file(descriptor, size)[1], present_bytes)
+    os.posix_fallocate(descriptor, 0, size)
+    log.info("%s: %d bytes, %d of them made as huge pages", name, size, huge)
+
+
+def _slot_of(name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
+    slot_map = FileSlotMap(descriptor)
+    return SlotFile(name, slot_map.header.rank, descriptor, path, size, slot_map)
 
 
 def _foreign_name(folder: Path) -> str:
@@ -490,7 +469,8 @@ def _foreign_name(folder: Path) -> str:
         return ""
     drafts = {f"{name}.new" for name in _OWN_FILES}
     for path in sorted(folder.iterdir()):
-        is_job_folder = path.is_dir() and ((path / "record").exists() or not any(path.iterdir()))
+        names = (*RECORDS, EARLIER_RECORD)
+        is_job_folder = path.is_dir() and (any((path / name).exists() for name in names) or not any(path.iterdir()))
         if path.name not in {*_OWN_FILES, *drafts} and not is_job_folder:
             return path.name
     return ""
@@ -542,42 +522,108 @@ def _no_room_or_attach_error(error: OSError, message: str, hint: str) -> AttachE
     return AttachError(message)
 
 
-def _replace(path: Path, data: bytes) -> None:
-    draft = path.with_name(path.name + ".new")
+def write_record(
+    arena: Arena, record: pb.JobRecord, sequence: int, may_write: Callable[[], bool]
+) -> Generator[None, None, bool]:
+    """Replaces a job's record, both copies, in slices. All is replaced in the last slice.
+
+    Between the slices the record before is in force, and another write may replace that one.
+
+    Args:
+        arena: where the job's files lie.
+        record: the record; nobody changes it meanwhile.
+        sequence: `JobFiles.next_sequence`, from before the record was made.
+        may_write: asked in the last slice.
+
+    Returns:
+        Whether the record was written: False if another write has begun since `sequence`, if the
+        job was forgotten, or if `may_write` says no.
+
+    Raises:
+        NoRoom, AttachError: the record can't be written; the one before stays.
+    """
+    job, job_files = record.manifest.job, arena.job_files
+    copy = FileCopy(sequence, record.SerializeToString())
+    yield
+    head = encode_head(copy)
+    check_size(job, len(head) + len(copy.body))
+    files = dict.fromkeys(RECORDS, (head, copy.body))
     try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        draft.rename(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
+        is_written = yield from _write_in_folder(
+            arena, job, files, SLICED_DRAFT, lambda: job_files.is_newest(job, sequence) and may_write()
+        )
+    except AttachError:
+        if job_files.is_newest(job, sequence):
+            raise
+        return False  # perhaps the folder was removed with the job
+    if is_written:
+        job_files.drop_earlier(job)
+    return is_written
+
+
+def _write_in_folder(
+    arena: Arena, job: str, files: Mapping[str, Sequence[bytes]], draft: str, may_replace: Callable[[], bool]
+) -> Generator[None, None, bool]:
+    """Replaces files of a job, see `_replace`. A new folder goes if that fails."""
+    folder = claim_folder(arena.folder / job)
+    try:
+        return (yield from arena._write({folder / name: parts for name, parts in files.items()}, draft, may_replace))
+    except BaseException:
+        with contextlib.suppress(OSError):  # a folder that is not new holds other files
+            folder.rmdir()
         raise
+
+
+def _always() -> bool:
+    return True
+
+
+def _replace(
+    files: Mapping[Path, Sequence[bytes]], draft: str, may_replace: Callable[[], bool]
+) -> Generator[None, None, bool]:
+    """Writes all files as drafts, in slices, then renames them in the last slice.
+
+    Args:
+        files: path → content, in parts. The first file is replaced first.
+        draft: what the names of the drafts end in. Writes with other drafts may come between.
+        may_replace: asked before the drafts are renamed.
+
+    Returns:
+        Whether the files were replaced, as `may_replace` says.
+
+    Raises:
+        OSError: nothing was replaced.
+    """
+    drafts = {path.with_name(path.name + draft): path for path in files}
+    (first, target), *others = drafts.items()
+    try:
+        for each, path in drafts.items():
+            descriptor = os.open(each, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                for part in files[path]:
+                    for begin in range(0, len(part), WRITE_SLICE):
+                        file.write(memoryview(part)[begin : begin + WRITE_SLICE])
+                        yield
+        if not may_replace():
+            return False
+        first.rename(target)
+        for each, path in others:
+            try:
+                each.rename(path)
+            except OSError as error:  # the first file counts: somebody has removed the draft, or the folder
+                log.error("%s can't be replaced, %s was: %s", path, target, error)
+        return True
+    finally:
+        for each in drafts:  # none is left of those that were renamed
+            each.unlink(missing_ok=True)
 
 
 def write_pins(arena: Arena, record: pb.JobRecord) -> None:
     """Replaces a job's pins, without the rest of its record.
 
     Raises:
-        NoRoom, AttachError: see `Arena.write_file`.
+        NoRoom, AttachError: see `JobFiles.write_pins`.
     """
-    pins = pb.PinsRecord(epoch=record.decision.epoch, pins=record.pins).SerializeToString()
-    arena.write_file(record.manifest.job, "pins", xxhash.xxh3_64_digest(pins) + pins)
+    arena.job_files.write_pins(record)
     protected = record.pins.protected if record.pins.HasField("protected") else -1
     arena._failpoints.hit("record.pins", step=protected, epoch=record.decision.epoch.counter)
-
-
-def _take_pins(record: pb.JobRecord, path: Path) -> None:
-    """Puts a file's pins of the record's epoch into the record.
-
-    Raises:
-        ValueError: the file has changed. Older pins would let go of the protected step.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return
-    if data[:PINS_DIGEST_BYTES] != xxhash.xxh3_64_digest(data[PINS_DIGEST_BYTES:]):
-        raise ValueError(f"its pins in {path} do not fit their digest")
-    saved = pb.PinsRecord.FromString(data[PINS_DIGEST_BYTES:])
-    if saved.epoch == record.decision.epoch:
-        record.pins.CopyFrom(saved.pins)

@@ -12,8 +12,9 @@ There is one file per rank and version.
 Each file stays open. If somebody removes the file, its content stays until this process ends, as
 with slots. A file is written whole, then renamed. A daemon that dies leaves the whole file, or a
 draft that the next daemon removes. A file without a valid capsule, or with another capsule than its
-name says, is renamed to *.bad, logged, and never offered. That capsule counts as lost. Everything
-here runs in the event loop: a record has at most 9 MiB, and mostly a few KiB.
+name says, is renamed to *.bad, logged, and never offered. That capsule counts as lost. A capsule
+of a newer format counts as lost, too, but stays as it is: the reft that wrote it may come again.
+Everything here runs in the event loop: a record has at most 9 MiB, and mostly a few KiB.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ CHECKSUM: Final = struct.Struct("<Q")
 BODY_MAX: Final = CAPSULE_MAX + DIGESTS_MAX + 4096
 
 
+class NewerCapsule(FormatError):
+    """A capsule's file has a newer format than this reft reads."""
+
+
 def encode(job: str, record: pb.CapsuleRecord) -> bytes:
     """Returns the bytes of a capsule's file."""
     body = record.SerializeToString()
@@ -62,14 +67,18 @@ def decode(data: bytes) -> tuple[str, pb.CapsuleRecord]:
     """Returns the job and the record of a capsule's file.
 
     Raises:
-        FormatError: the data is no capsule file, was cut or changed, or has a newer major version.
+        NewerCapsule: the file has a newer major version.
+        FormatError: the data is no capsule file, or was cut or changed.
     """
     begin = HEAD.size + CHECKSUM.size
     if len(data) < begin or data[:8] != MAGIC:
         raise FormatError("this is not a capsule: the magic number is missing.")
     _, major, minor, job, size = HEAD.unpack_from(data)
     if major > MAJOR:
-        raise FormatError(f"the capsule has format {major}.{minor}; this reft reads up to {MAJOR}.")
+        raise NewerCapsule(
+            f"the capsule has format {major}.{minor}; this reft reads up to {MAJOR}.",
+            "use the reft that wrote it, or purge the job",
+        )
     body = data[begin:]
     if len(body) != size or CHECKSUM.unpack_from(data, HEAD.size)[0] != _checksum(data[: HEAD.size], body):
         raise FormatError(f"the capsule's file has {len(body)} of {size} bytes, or a wrong checksum.")
@@ -100,15 +109,20 @@ class CapsuleStore:
     Args:
         arena: the arena of the files; `held_bytes` of the arena counts their bytes.
         job: name of the job.
+
+    Attributes:
+        newer_bytes: bytes of the capsules of a newer format.
     """
 
     arena: Arena
     job: str
+    newer_bytes: int = 0
     _files: dict[int, dict[Version, _CapsuleFile]] = field(default_factory=dict)
 
     @property
     def held_bytes(self) -> int:
-        return sum(each.file_bytes for versions in self._files.values() for each in versions.values())
+        files = (each for versions in self._files.values() for each in versions.values())
+        return sum(each.file_bytes for each in files) + self.newer_bytes
 
     def adopt(self) -> None:
         """Takes over the capsules that an earlier daemon of this arena kept.
@@ -126,6 +140,11 @@ class CapsuleStore:
                 continue
             try:
                 self._open_file(path)
+            except NewerCapsule as error:
+                log.error("capsule %s stays as it is: %s", path, error)
+                nbytes = path.stat().st_size
+                self.newer_bytes += nbytes
+                self.arena.held_bytes += nbytes
             except (OSError, FormatError) as error:
                 if is_shortage(error):
                     raise
@@ -193,6 +212,8 @@ class CapsuleStore:
 
     def free(self) -> None:
         """Removes all capsules of the job."""
+        self.arena.held_bytes -= self.newer_bytes  # their files go with the job's folder
+        self.newer_bytes = 0
         for rank, versions in self._files.items():
             for version in list(versions):
                 self._drop(rank, version)

@@ -1,1 +1,1 @@
-"""The child processes of a daemon, and the channel to each."""
+"""The child processes of a daemon, and what they share with the daemon."""

@@ -5,7 +5,6 @@ Capsules of this node's own ranks are read from their slots.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -48,14 +47,6 @@ class NodePlacement(NamedTuple):
     holders: tuple[int, ...] = ()
     guard_lanes: tuple[GuardLane, ...] = ()
     sections: Mapping[int, tuple[int, int]] = MappingProxyType({})
-
-
-async def place_node(manifest: pb.Manifest, node_index: int) -> NodePlacement:
-    """Returns what the placement says about a node, see `node_placement`.
-
-    A placement of thousands of ranks takes a while, and the rounds of other jobs must go on.
-    """
-    return await asyncio.to_thread(node_placement, manifest, node_index)
 
 
 def node_placement(manifest: pb.Manifest, node_index: int) -> NodePlacement:

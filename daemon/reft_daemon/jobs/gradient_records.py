@@ -45,7 +45,7 @@ async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
     names = fitting_slots({name: header_of(job.id, slot) for name, slot in held.items()}, geometry, len(held))
     for name in held.keys() - set(names):
         job.arena.free(job.slots.records.pop(name))
-    new_names = next_names(job.slots.records, rank, max(request.records - len(names), 0), RECORD)
+    new_names = next_names(job.slots.names, rank, max(request.records - len(names), 0), RECORD)
     geometries = dict.fromkeys(new_names, geometry)
     if geometries:
         job.slots.add(await job.allocator.create(rank, geometries, list(request.cpus)))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.headers import header_messages
 from reft_daemon.jobs.job_record import JobRecord
 
 
-def fill_inventory(reply: pb.InventoryReply, job: JobRecord) -> None:
-    """Adds manifests, decision, slots and capsules of a job to an inventory."""
-    reply.manifest.CopyFrom(job.record.manifest)
+def fill_inventory(reply: pb.InventoryReply, job: JobRecord, left_out: Collection[str] = ()) -> None:
+    """Adds manifests, decision, slots and capsules of a job to an inventory.
+
+    Args:
+        reply: the inventory.
+        job: the job.
+        left_out: the manifests that the asker has: names of their fields.
+    """
     reply.slots.extend(header_messages(job.id, [*job.slots.readable.values(), *job.slots.stored.values()]))
     reply.records.extend(header_messages(job.id, job.slots.records.values()))
     reply.capsules.extend(job.capsule_replication.store.headers())
@@ -23,7 +30,6 @@ def fill_inventory(reply: pb.InventoryReply, job: JobRecord) -> None:
     )
     if job.record.HasField("decision"):
         reply.decision.CopyFrom(job.record.decision)
-    if job.record.HasField("base_manifest"):
-        reply.base_manifest.CopyFrom(job.record.base_manifest)
-    if job.record.HasField("guard_manifest"):
-        reply.guard_manifest.CopyFrom(job.record.guard_manifest)
+    for name in ("manifest", "base_manifest", "guard_manifest"):
+        if job.record.HasField(name) and name not in left_out:
+            getattr(reply, name).CopyFrom(getattr(job.record, name))

@@ -33,8 +33,10 @@ from reft_daemon.arena.headers import header_of
 from reft_daemon.jobs.capsule_replication import CapsuleReplication
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.degraded import DegradedTime
-from reft_daemon.jobs.leases import Lease
+from reft_daemon.jobs.leases import Lease, have_ended_well
 from reft_daemon.jobs.slots import JobSlots, may_be_written
+
+UNKNOWN = "unknown"  # in place of a step
 
 
 @dataclass
@@ -101,8 +103,9 @@ class JobRecord:
 
     @property
     def restores(self) -> pb.RestoreCount | None:
-        """How often the job was restored; None: never, or all sessions here were closed."""
-        return self.record.restores if self.record.HasField("restores") and not self.are_all_closed else None
+        """How often the job was restored; None: never, or the job has ended well here."""
+        ended_well = have_ended_well(self.leases)
+        return self.record.restores if self.record.HasField("restores") and not ended_well else None
 
     @property
     def known_whole(self) -> int:
@@ -148,8 +151,8 @@ class JobRecord:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a trainer of this epoch ended without closing its session."""
-        return any(not lease.closed and lease.watch is None for lease in self.leases.values())
+        """Whether a trainer of this epoch died, or closed its session because of an exception."""
+        return any(not lease.has_ended_well and lease.watch is None for lease in self.leases.values())
 
     @property
     def may_be_refused(self) -> bool:
@@ -194,3 +197,10 @@ class JobRecord:
                 f"(epoch {epoch.counter}), and its steps are no longer kept.",
                 "end this process; the newer run goes on",
             )
+
+
+def whole_words(job: JobRecord) -> str:
+    """Returns the newest step that was whole, for the log: a number, "none" or "unknown"."""
+    if job.known_whole >= 0:
+        return str(job.known_whole)
+    return UNKNOWN if job.record.had_whole else "none"

@@ -15,7 +15,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from reft.errors import AlreadyAttached, AttachError
-from reft.wire.process import Process
+from reft.log_lines import audit
+from reft.wire.local_socket import CallerProcess
+from reft.wire.process import Process, stat_of
+from reft.wire.v1 import daemon_pb2 as pb
 
 log = logging.getLogger("reft.daemon")
 
@@ -27,6 +30,7 @@ class Lease:
     Attributes:
         watch: None once the trainer has ended.
         closed: whether the trainer has closed its session.
+        failed: whether it closed the session because of an exception.
         refused: whether the trainer's attach has raised an error.
         wanted_slots: the number of slots that the trainer asked for; 0 if unknown.
     """
@@ -35,14 +39,53 @@ class Lease:
     parent: int
     watch: ProcessWatch | None = None
     closed: bool = False
+    failed: bool = False
     refused: bool = False
     step: int = -1
     trouble: str = ""
     given_slots: set[str] = field(default_factory=set)
     wanted_slots: int = 0
 
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether the trainer closed its session, and not because of an exception."""
+        return self.closed and not self.failed
 
-async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, new_pids: Collection[int]) -> None:
+
+def lease_from(entry: pb.LeaseRecord) -> Lease:
+    """Returns the lease that a record tells of; its trainer is not watched yet."""
+    process = Process(entry.pid, entry.pid_start)
+    return Lease(process, entry.parent, closed=entry.closed, failed=entry.failed)
+
+
+def caller_process(pid: int, start: int = 0) -> CallerProcess:
+    """Returns the process at the other end of a connection, and its parent.
+
+    Args:
+        pid: by the word of the kernel (SO_PEERCRED).
+        start: of the process when its connection was accepted; 0: it is accepted now.
+
+    Raises:
+        AttachError: this daemon can't see the process, or the process has ended.
+        OSError: the process can't be examined now.
+    """
+    facts = stat_of(pid)
+    if facts is None or (start and facts.start != start):
+        raise AttachError(
+            "the caller has ended, or lives in a pid namespace that this daemon does not see.",
+            "run reft-daemon in the trainers' container, or in the host's pid namespace (hostPID, --pid=host)",
+        )
+    return CallerProcess(Process(pid, facts.start), facts.parent)
+
+
+def have_ended_well(leases: Mapping[int, Lease]) -> bool:
+    """Whether all trainers closed their sessions, none because of an exception."""
+    return bool(leases) and all(lease.has_ended_well for lease in leases.values())
+
+
+async def end_orphans(
+    job: str, leases: Mapping[int, Lease], same_launch: bool, new_pids: Collection[int], launch: str, by: str
+) -> None:
     """Ends the orphans of an earlier attach, all at once: each may take seconds to free memory.
 
     Args:
@@ -51,15 +94,21 @@ async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, 
         same_launch: whether the new attach belongs to the same launch; then all earlier trainers
             are orphans.
         new_pids: pids of the processes that attach.
+        launch: of the new attach, for the audit lines.
+        by: who calls, for the audit lines.
 
     Raises:
         AlreadyAttached: a trainer lives and is no orphan; no process was ended.
         AttachError: an orphan does not die.
     """
     orphans = [(rank, lease) for rank, lease in leases.items() if _is_orphan(job, rank, lease, same_launch, new_pids)]
-    for rank, lease in orphans:
-        log.warning("job=%s rank=%d ending orphan pid=%d", job, rank, lease.process.pid)
-    kill_results = await asyncio.gather(*(lease.watch.kill() for _, lease in orphans if lease.watch is not None))
+    why = "an orphan of an earlier attach"
+    kills = (
+        lease.watch.kill(rank=rank, job=job, launch=launch, why=why, by=by)
+        for rank, lease in orphans
+        if lease.watch is not None
+    )
+    kill_results = await asyncio.gather(*kills)
     for (rank, lease), has_ended in zip(orphans, kill_results, strict=True):
         if not has_ended:
             raise AttachError(
@@ -134,15 +183,19 @@ class ProcessWatch:
         self.close()
         self._on_end()
 
-    async def kill(self) -> bool:
+    async def kill(self, **facts: object) -> bool:
         """Sends SIGKILL; returns True once the process has ended or is no longer watched.
 
         Returns False if the process still lives after FENCE_DEADLINE_S.
+
+        Args:
+            facts: about the kill, for its audit line: the rank, the job, why, and who asked.
         """
         if not self._ended_event.is_set():
             # the process was just reaped; the event loop does not know yet
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+                audit("kill", pid=self._process.pid, **facts)
         try:
             await asyncio.wait_for(self._ended_event.wait(), FENCE_DEADLINE_S)
         except asyncio.TimeoutError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from reft.core.budget import slots_to_make
 from reft.core.commit.capsules import DIGESTS_MAX
 from reft.errors import AlreadyAttached, AttachError, ConfigError
+from reft.wire.local_socket import CallerProcess
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
@@ -33,28 +34,28 @@ async def reserve_parity(job: JobRecord, rank: int) -> None:
     await job.allocator.run_alone(reserve)
 
 
-async def lease(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
+async def lease(job: JobRecord, request: pb.LeaseRequest, caller: CallerProcess) -> list[SlotFile]:
     """Returns slots for one rank, every page present.
 
     Reuses the rank's earlier slots if they are large enough.
 
+    Args:
+        job: the job.
+        request: the request.
+        caller: the process that asks; it becomes the rank's trainer.
+
     Raises:
         StaleEpoch, AlreadyAttached, NoRoom: see each class.
-        AttachError: the process has closed its session, or does not exist.
+        AttachError: the caller has closed its session, or has ended.
         OSError: the system does not say now whether the process lives.
     """
     job.check_epoch(request.epoch)
     check_request(request, job.ranks, bool(job.record.holders))
-    process = Process(request.pid, request.pid_start)
-    check_trainer(job.id, request.rank, job.leases.get(request.rank), process)
-    if not process.is_alive:
-        raise AttachError(
-            f"process {request.pid}, started at {request.pid_start}, does not exist: it can't hold a lease.",
-        )
-    return await job.allocator.run_alone(lambda: _lease_alone(job, request, process))
+    check_trainer(job.id, request.rank, job.leases.get(request.rank), caller.process)
+    return await job.allocator.run_alone(lambda: _lease_alone(job, request, caller))
 
 
-async def _lease_alone(job: JobRecord, request: pb.LeaseRequest, process: Process) -> list[SlotFile]:
+async def _lease_alone(job: JobRecord, request: pb.LeaseRequest, caller: CallerProcess) -> list[SlotFile]:
     # A newer attach may have come while this lease waited. The ranks of that attach may still read
     # the slots that this lease would free.
     job.check_epoch(request.epoch)
@@ -67,16 +68,37 @@ async def _lease_alone(job: JobRecord, request: pb.LeaseRequest, process: Proces
     # closed.
     job.check_epoch(request.epoch)
     earlier_lease = job.leases.get(request.rank)
-    check_trainer(job.id, request.rank, earlier_lease, process)
+    check_trainer(job.id, request.rank, earlier_lease, caller.process)
     if earlier_lease is None or earlier_lease.watch is None:
-        trainers.watch(job, request.rank, Lease(process, request.parent))
-        save(job)
+        _register(job, request.rank, Lease(caller.process, caller.parent if request.under_agent else 0))
     lease = job.leases[request.rank]
     lease.given_slots.update(slot.name for slot in slots)
     if slots and job.round is not None:
         rounds.settle_capsules(job, job.round.outcome)  # of other histories: kept until now
     lease.wanted_slots = max(lease.wanted_slots, request.slots)
     return slots
+
+
+def _register(job: JobRecord, rank: int, lease: Lease) -> None:
+    """Makes a process the rank's trainer, and records the trainer.
+
+    Raises:
+        NoRoom, AttachError: the trainer can't be recorded, and is not registered: a restarted
+            daemon would not know that it may write slots.
+        OSError: the trainer can't be watched; nothing was changed.
+    """
+    earlier = job.leases.get(rank)
+    trainers.watch(job, rank, lease)
+    try:
+        save(job)
+    except AttachError:
+        if lease.watch is not None:
+            lease.watch.close()
+        if earlier is None:
+            del job.leases[rank]
+        else:
+            job.leases[rank] = earlier
+        raise
 
 
 async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
@@ -97,7 +119,7 @@ async def slots_for(job: JobRecord, request: pb.LeaseRequest) -> list[SlotFile]:
     names = fitting_slots(headers, geometry, request.slots)
     free_superfluous(job, names if len(names) < request.slots else job.slots.current)
     missing = slots_to_make(request.slots, len(names), holds_older(job, rank, names))
-    new_names = next_names(job.slots.all, rank, missing)
+    new_names = next_names(job.slots.names, rank, missing)
     geometries = {**dict.fromkeys(new_names, geometry), **parity.missing_parity(job, rank)}
     new_slots = await job.allocator.create(rank, geometries, list(request.cpus)) if geometries else []
     if len(names) < request.slots:
@@ -172,6 +194,19 @@ def check_request(request: pb.LeaseRequest, ranks: Collection[int], has_holders:
             f"the limit is {DIGESTS_MAX}.",
             "attach with a larger chunk_bytes",
         )
+
+
+def refuse_trainer_of_others(job: JobRecord, jobs: Iterable[JobRecord], process: Process) -> None:
+    """Raises AttachError if a process trains another job.
+
+    An attach of one job ends that job's old trainers, and must never end a trainer of another.
+    """
+    for other in jobs:
+        if other is not job and any(each.watch and each.process == process for each in other.leases.values()):
+            raise AttachError(
+                f"process {process.pid} trains job {other.id}, and asks for slots of job {job.id}.",
+                "close the earlier session first: a process trains one job",
+            )
 
 
 def check_trainer(job: str, rank: int, lease: Lease | None, process: Process) -> None:

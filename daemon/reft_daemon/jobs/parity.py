@@ -125,7 +125,7 @@ def missing_parity(job: JobRecord, rank: int) -> dict[str, Geometry]:
     if not lanes:
         return {}
     count = PARITY_BUFFERS - len(buffers(job, lanes[0]))
-    return dict.fromkeys(next_names(job.slots.parity, rank, count, PARITY), geometry_of(job, lanes[0]))
+    return dict.fromkeys(next_names(job.slots.names, rank, count, PARITY), geometry_of(job, lanes[0]))
 
 
 def settle(job: JobRecord) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from reft.errors import AttachError
+from reft.wire.process import machine
+from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import Lease
 
 log = logging.getLogger("reft.daemon")
 
@@ -16,11 +20,19 @@ def save(job: JobRecord) -> None:
     Raises:
         NoRoom, AttachError: the record can't be written, for lack of room or for another reason.
     """
-    del job.record.leases[:]
-    for rank, lease in job.leases.items():
-        pid, start = lease.process.pid, lease.process.start
-        job.record.leases.add(rank=rank, pid=pid, pid_start=start, parent=lease.parent, closed=lease.closed)
-    job.arena.write_record(job.record)
+    add_leases(job.record, job.leases)
+    job.arena.job_files.write(job.record)
+
+
+def add_leases(record: pb.JobRecord, leases: Mapping[int, Lease]) -> None:
+    """Replaces the leases of a record."""
+    del record.leases[:]
+    record.machine = machine()
+    for rank, lease in leases.items():
+        process, closed, failed = lease.process, lease.closed, lease.failed
+        record.leases.add(
+            rank=rank, pid=process.pid, pid_start=process.start, parent=lease.parent, closed=closed, failed=failed
+        )
 
 
 def save_or_log(job: JobRecord) -> None:
@@ -43,6 +55,7 @@ def free(job: JobRecord) -> int:
             lease.watch.close()
     for slot in job.slots.files.values():
         job.arena.free(slot)
+    job.arena.held_bytes -= sum(job.slots.unreadable.values())
     job.slots.close_stored()
     job.capsule_replication.store.free()
     job.slots.clear()

@@ -29,7 +29,7 @@ from reft_daemon.arena.arena import write_pins
 from reft_daemon.arena.headers import header_of
 from reft_daemon.jobs.changes import ChangeKind
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.jobs.persistence import save_or_log
+from reft_daemon.jobs.persistence import save, save_or_log
 from reft_daemon.jobs.slots import may_be_freed
 
 log = logging.getLogger("reft.daemon")
@@ -199,9 +199,11 @@ def publish(job: JobRecord) -> None:
         job.slots.close_stored()
     settle_capsules(job, outcome)
     job.degraded.note_whole(outcome.whole)
-    if outcome.whole >= 0 and (not job.record.had_whole or job.record.HasField("before")):
+    is_first = not job.record.had_whole or job.record.HasField("before") or bool(job.record.accepted_tokens)
+    if outcome.whole >= 0 and is_first:
         job.record.had_whole = True
         job.record.ClearField("before")
+        job.record.ClearField("accepted_tokens")  # all nodes of the epoch have its token
         save_or_log(job)
     job.changes.put(job.id, ChangeKind.OUTCOME)
 
@@ -209,15 +211,21 @@ def publish(job: JobRecord) -> None:
 def has_recorded(job: JobRecord, pins: Pins, before: Pins) -> bool:
     """Writes new pins of the coordinator beside the record; False if that fails.
 
-    Then nothing is announced. The next news of the round try again.
+    Then nothing is announced. The next news of the round try again. With the first pins of an epoch
+    the record is written, too: from then on a restarted daemon knows that pins are there.
     """
     if pins == before:
         return True
+    has_earlier = job.record.HasField("pins")
     job.record.pins.CopyFrom(messages.pins_to(pins))
     try:
         write_pins(job.arena, job.record)
+        if not has_earlier:
+            save(job)
     except AttachError as error:
         job.record.pins.CopyFrom(messages.pins_to(before))
+        if not has_earlier:
+            job.record.ClearField("pins")
         log.error("job=%s no newer step becomes whole: the pins can't be recorded: %s", job.id, error)
         return False
     return True

@@ -32,6 +32,8 @@ class JobSlots:
         parity: those for parity of the exchange; no trainer uses them.
         records: those for gradient records of this node's ranks.
         stored: files of a checkpoint, open for a restore; read-only, and not in the arena.
+        unreadable: bytes of each slot of another format. They stay until the job is purged, or a
+            reft comes that reads them.
     """
 
     current: dict[str, SlotFile] = field(default_factory=dict)
@@ -40,6 +42,7 @@ class JobSlots:
     parity: dict[str, SlotFile] = field(default_factory=dict)
     records: dict[str, SlotFile] = field(default_factory=dict)
     stored: dict[str, SlotFile] = field(default_factory=dict)
+    unreadable: dict[str, int] = field(default_factory=dict)
 
     @property
     def all(self) -> dict[str, SlotFile]:
@@ -57,8 +60,13 @@ class JobSlots:
         return {**self.readable, **self.records}
 
     @property
+    def names(self) -> set[str]:
+        """The names that new slots must not take."""
+        return {*self.files, *self.unreadable}
+
+    @property
     def held_bytes(self) -> int:
-        return sum(slot.file_bytes for slot in self.files.values())
+        return sum(slot.file_bytes for slot in self.files.values()) + sum(self.unreadable.values())
 
     @property
     def backing(self) -> str:
@@ -94,6 +102,7 @@ class JobSlots:
         """Forgets all slots: they were freed."""
         for slots in (self.current, self.retired, self.drafts, self.parity, self.records):
             slots.clear()
+        self.unreadable.clear()
 
 
 # Decisions

@@ -39,31 +39,57 @@ def watch(job: JobRecord, rank: int, lease: Lease) -> None:
         note_end(job, rank, lease)
 
 
-async def end_orphans(job: JobRecord, launch: str, pids: Iterable[int]) -> None:
+async def end_orphans(job: JobRecord, launch: str, pids: Iterable[int], by: str) -> None:
     """Ends orphans of this job: no process may write slots while an attach reads them.
+
+    Args:
+        job: the job.
+        launch: of the attach.
+        pids: of the processes that attach.
+        by: who calls, for the audit lines.
 
     Raises:
         AlreadyAttached, AttachError: see `leases.end_orphans`.
     """
-    await leases.end_orphans(job.id, job.leases, launch == job.record.manifest.launch, set(pids))
+    await leases.end_orphans(job.id, job.leases, launch == job.record.manifest.launch, set(pids), launch, by)
     await asyncio.gather(*(seal_landed(job, rank) for rank in list(job.leases)))
 
 
-def release(job: JobRecord, request: pb.ReleaseRequest) -> None:
+def release(job: JobRecord, request: pb.ReleaseRequest, pid: int) -> None:
     """Ends a rank's lease: its session was closed, or its attach was refused.
 
     The slots stay for the job's time to live.
+
+    Args:
+        job: the job.
+        request: the request.
+        pid: of the caller.
 
     Raises:
         StaleEpoch: the rank belongs to an older attach.
     """
     job.check_epoch(request.epoch)
     lease = job.leases.get(request.rank)
-    if lease and (not request.refused or lease.process.pid == request.pid):
-        lease.closed, lease.refused = not request.refused, request.refused
+    if lease and (not request.refused or lease.process.pid == pid):
+        lease.closed, lease.failed, lease.refused = not request.refused, request.failed, request.refused
         if lease.watch:
             lease.watch.close()
         note_end(job, request.rank, lease)
+
+
+def note_trouble(jobs: Iterable[JobRecord], pid: int, trouble: str) -> None:
+    """Notes why a trainer's reports are refused, until one of its reports is taken.
+
+    Args:
+        jobs: all jobs; the reports can't be read.
+        pid: of the trainer.
+        trouble: the reason, perhaps with a remedy.
+    """
+    for job in jobs:
+        for rank, lease in job.leases.items():
+            if lease.process.pid == pid and lease.watch is not None and lease.trouble != trouble:
+                log.warning("job=%s rank=%d reports are refused: %s", job.id, rank, trouble)
+                lease.trouble = trouble
 
 
 def note_end(job: JobRecord, rank: int, lease: Lease) -> None:
@@ -71,7 +97,8 @@ def note_end(job: JobRecord, rank: int, lease: Lease) -> None:
     lease.watch = None
     job.ended_s = time.monotonic()
     how = "closed" if lease.closed else "was refused" if lease.refused else "died"
-    level = logging.INFO if lease.closed else logging.WARNING
+    how += " after an exception" if lease.failed else ""
+    level = logging.INFO if lease.has_ended_well else logging.WARNING
     log.log(level, "job=%s rank=%d trainer pid=%d %s", job.id, rank, lease.process.pid, how)
     save_or_log(job)
     job.changes.put(job.id, ChangeKind.RANKS)

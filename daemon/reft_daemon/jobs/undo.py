@@ -22,13 +22,12 @@ import logging
 import time
 
 from reft.wire import messages
-from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.headers import header_of
 from reft_daemon.jobs import parity, rounds
 from reft_daemon.jobs.changes import ChangeKind
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.jobs.leases import Lease
+from reft_daemon.jobs.leases import lease_from
 from reft_daemon.jobs.persistence import save_or_log
 
 log = logging.getLogger("reft.daemon")
@@ -37,12 +36,10 @@ log = logging.getLogger("reft.daemon")
 def record_to_keep(job: JobRecord) -> pb.JobRecord:
     """Returns the record that a refused attach brings back.
 
-    It is the record in force, or the record before it if no slot was written since.
+    It is the record in force, or the record before it if no slot was written since. The caller
+    copies the record, without its own record before.
     """
-    kept = pb.JobRecord()
-    kept.CopyFrom(job.record.before if job.record.HasField("before") and not was_written(job) else job.record)
-    kept.ClearField("before")
-    return kept
+    return job.record.before if job.record.HasField("before") and not was_written(job) else job.record
 
 
 def was_written(job: JobRecord) -> bool:
@@ -65,10 +62,7 @@ def undo(job: JobRecord) -> None:
     before.CopyFrom(job.record.before)
     job.record = before
     # All these trainers had ended before the decision came.
-    job.leases = {
-        entry.rank: Lease(Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed)
-        for entry in before.leases
-    }
+    job.leases = {entry.rank: lease_from(entry) for entry in before.leases}
     job.slots.add([job.slots.retired.pop(name) for name in list(job.slots.retired)])
     job.round = None
     parity.place(job)

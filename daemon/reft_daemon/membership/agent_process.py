@@ -30,6 +30,11 @@ class AgentProcess:
     def is_alive(self) -> bool:
         return self.watch is not None
 
+    @property
+    def may_start_workers(self) -> bool:
+        """Whether the agent may start its workers again: it lives, and its job has not finished."""
+        return self.is_alive and self.phase is not AgentPhase.FINISHED
+
     def begin_watch(self, on_end: Callable[[], None]) -> None:
         """Watches the process; if that is impossible now, the next beat tries again.
 

@@ -22,7 +22,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
 from reft_daemon.membership.monitors import MonitorRegistry
-from reft_daemon.peers.round_replicator import PeerChannels, reason_of
+from reft_daemon.peers.channels import PeerChannels, UnprovedReply, reason_of
 
 log = logging.getLogger("reft.daemon")
 NEWS_S = 0.05
@@ -86,7 +86,7 @@ class BeatSender:
             last_heard=messages.heard_to(detector.heard_s(time.monotonic())),
         )
         try:
-            reply = await self.peers.call(view.nodes[node], view.token, pb_grpc.PeerStub, "Beat", request, DEADLINE_S)
+            reply = await self.peers.call(view.nodes[node], [view.token], pb_grpc.PeerStub, "Beat", request, DEADLINE_S)
             assert isinstance(reply, pb.BeatReply)
             self._timeouts.pop(node, None)
             self.beats_sent += 1
@@ -107,7 +107,8 @@ class BeatSender:
             monitor.note_left_behind(reason_of(error))
             if monitor.publish(monitor.detector.answered(node, [], {}, time.monotonic())):
                 self.pass_on_soon(monitor)
-        if code is grpc.StatusCode.UNAVAILABLE and is_current and "refused" in reason_of(error):
+        is_unproved = isinstance(error, UnprovedReply)  # somebody listens there; the text may be anything
+        if code is grpc.StatusCode.UNAVAILABLE and not is_unproved and is_current and "refused" in reason_of(error):
             monitor.detector.refused(node)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._timeouts[node] += 1

@@ -15,8 +15,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from typing import Final
 
-from reft.core.membership.failure_detector import BEAT_S, AgentPhase
+from reft.core.membership.failure_detector import BEAT_S, AgentPhase, Signal, hung
 from reft.core.membership.job_identity import check_name
 from reft.errors import AlreadyAttached, AttachError, ConfigError
 from reft.wire import messages, rpc
@@ -26,12 +27,14 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.membership.beat_sender import BeatSender
 from reft_daemon.membership.job_monitor import TICK_S, JobMonitor, MembershipView
 from reft_daemon.membership.monitors import MonitorRegistry
-from reft_daemon.peers.round_replicator import PeerChannels
+from reft_daemon.peers.channels import PeerChannels
 
 log = logging.getLogger("reft.daemon")
 WAIT_MAX_S = 10.0
 NODES_MAX = 1 << 14
+WELL: Final = (Signal.JOINING, Signal.HEALTHY, Signal.SNAP)
 ADDRESSES_MAX = 8
+SLICE: Final = 1024  # nodes whose signals are written at a time
 
 
 class HeartbeatService:
@@ -129,35 +132,51 @@ class HeartbeatService:
             monitor = self.monitors.find_or_raise(request.job)
             left_s, announced = end_s - time.monotonic(), monitor.announced
             if announced.version != request.version or left_s <= 0:
-                view = monitor.view
-                return pb.SignalsReply(
-                    version=announced.version, launch=view.launch, round=view.round, nodes=self.status(request.job)
-                )
+                view, version = monitor.view, announced.version
+                # A change that comes between the slices has a newer version, so the asker gets that
+                # change by the next call.
+                nodes = await self._status(monitor)
+                return pb.SignalsReply(version=version, launch=view.launch, round=view.round, nodes=nodes)
             try:
                 await asyncio.wait_for(announced.event.wait(), left_s)
             except asyncio.TimeoutError:
                 continue
 
-    def status(self, job: str) -> list[pb.NodeSignal]:
+    async def status(self, job: str, is_brief: bool = False) -> list[pb.NodeSignal]:
         """Returns the signals of a job's nodes as seen here.
 
         The list is empty if the job is not watched.
+
+        Args:
+            job: name of the job.
+            is_brief: whether other nodes that are well are left out. A daemon that asks all nodes
+                hears of those from themselves; else thousands would tell it of thousands.
         """
         monitor = self.monitors.find(job)
-        if monitor is None:
-            return []
-        now_s = time.monotonic()
-        return [
-            pb.NodeSignal(
-                node_id=node,
-                node=each.name,
-                signal=messages.signal_to(each.signal),
-                reason=each.reason,
-                age_s=now_s - each.since_s,
-                agent=each.agent.last_s is not None,
-            )
-            for node, each in monitor.detector.members.items()
-        ]
+        return [] if monitor is None else await self._status(monitor, is_brief)
+
+    async def _status(self, monitor: JobMonitor, is_brief: bool = False) -> list[pb.NodeSignal]:
+        """Returns the signals of one membership view, in slices.
+
+        Between slices signals may change, and a new view may begin. Each entry is true for its
+        slice, and all are of the view in which the call began.
+        """
+        now_s, signals = time.monotonic(), list[pb.NodeSignal]()
+        for number, (node, each) in enumerate(monitor.detector.members.items(), 1):
+            if not is_brief or node == self._own or each.signal not in WELL:
+                signals.append(
+                    pb.NodeSignal(
+                        node_id=node,
+                        node=each.name,
+                        signal=messages.signal_to(each.signal),
+                        reason=each.reason,
+                        age_s=now_s - each.since_s,
+                        agent=each.agent.last_s is not None,
+                    )
+                )
+            if number % SLICE == 0:
+                await asyncio.sleep(0)
+        return signals
 
     # Daemons
 
@@ -212,14 +231,12 @@ class HeartbeatService:
         job = self.monitors.record_of(monitor)
         stall = monitor.to_kill(job) if self._kills_hung else None
         lease = job.leases.get(stall.rank) if job is not None and stall is not None else None
-        if stall is not None and lease is not None and lease.watch is not None:
-            log.warning(
-                "job=%s killing pid=%d: rank %d makes no progress (--kill-hung)",
-                monitor.name,
-                lease.process.pid,
-                stall.rank,
-            )
-            task = asyncio.ensure_future(lease.watch.kill())
+        if job is not None and stall is not None and lease is not None and lease.watch is not None:
+            kill = lease.watch.kill(
+                rank=stall.rank, job=monitor.name, launch=job.record.manifest.launch, why=hung(stall, None),
+                by="this daemon, --kill-hung",
+            )  # fmt: skip
+            task = asyncio.ensure_future(kill)
             self._kills.add(task)
             task.add_done_callback(self._kills.discard)
 
@@ -244,8 +261,8 @@ def _view_of(request: pb.AgentBeatRequest, own: str) -> MembershipView:
             f"round {request.round} of job {request.job} has {len(request.nodes)} members; at most {NODES_MAX} are "
             f"allowed. Each member needs an id of its own, and this node must be a member."
         )
-    if len(request.token) != 32 or not request.launch:
-        raise ConfigError(f"the agent of job {request.job} names no launch, or its token does not have 32 bytes.")
+    if len(request.token) != 32 or len(request.job_token) not in (0, 32) or not request.launch:
+        raise ConfigError(f"the agent of job {request.job} names no launch, or a token does not have 32 bytes.")
     for node in nodes.values():
         if len(node.addresses) > ADDRESSES_MAX:
             raise ConfigError(
@@ -253,4 +270,4 @@ def _view_of(request: pb.AgentBeatRequest, own: str) -> MembershipView:
             )
         for address in node.addresses:
             rpc.check_address(address)
-    return MembershipView(request.launch, request.round, request.token, nodes)
+    return MembershipView(request.launch, request.round, request.token, nodes, request.job_token)

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reft.core.membership.failure_detector import (
     AgentPhase,
@@ -75,12 +75,15 @@ class MembershipView:
         round: the agents' round; without agents the epoch.
         token: 32 bytes that agents and daemons of the view show one another over TCP.
         nodes: id → node.
+        job_token: the token that this node's trainers write into the job's manifest; empty: they
+            make one.
     """
 
     launch: str
     round: int
-    token: bytes
+    token: bytes = field(repr=False)
     nodes: dict[str, pb.Node]
+    job_token: bytes = field(default=b"", repr=False)
 
 
 class JobMonitor:
@@ -94,6 +97,9 @@ class JobMonitor:
         view: the first membership view.
         changes: where the agent's end is put.
         job: this daemon's record of the job.
+
+    Attributes:
+        agent: this node's agent; None: not heard yet, or nobody works on the job any more.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class JobMonitor:
         self.name = name
         self.view, self._own = view, own
         self._changes = changes
-        self._agent: AgentProcess | None = None
+        self.agent: AgentProcess | None = None
         self.announced = SignalNews()
         self._lateness = LoopLateness(time.monotonic(), TICK_S)
         self._left_behind: tuple[float, str] | None = None
@@ -136,28 +142,28 @@ class JobMonitor:
     def agent_beat(self, pid: int, phase: AgentPhase, job: JobRecord | None) -> bool:
         """Takes a beat of this node's own agent; True if a signal became final."""
         now_s = time.monotonic()
-        if self._agent is None or self._agent.pid != pid:
+        if self.agent is None or self.agent.pid != pid:
             self._forget_agent()
-            self._agent = AgentProcess(pid, phase, now_s)
-        if not self._agent.is_alive:
-            self._agent.begin_watch(self._note_agent_end)
-        self._agent.phase, self._agent.last_s = phase, now_s
+            self.agent = AgentProcess(pid, phase, now_s)
+        if not self.agent.is_alive:
+            self.agent.begin_watch(self._note_agent_end)
+        self.agent.phase, self.agent.last_s = phase, now_s
         return self.look(now_s, job)
 
     def has_other_agent(self, pid: int) -> bool:
         """Whether a living agent with another pid works for this job here."""
-        return self._agent is not None and self._agent.pid != pid and self._agent.is_alive
+        return self.agent is not None and self.agent.pid != pid and self.agent.is_alive
 
     def _note_agent_end(self) -> None:
-        if self._agent is not None:
-            self._agent.note_end()
-            log.info("job=%s agent pid=%d has ended", self.name, self._agent.pid)
+        if self.agent is not None:
+            self.agent.note_end()
+            log.info("job=%s agent pid=%d has ended", self.name, self.agent.pid)
         self._changes.put(self.name, ChangeKind.AGENT)
 
     def _forget_agent(self) -> None:
-        if self._agent is not None:
-            self._agent.close()
-        self._agent = None
+        if self.agent is not None:
+            self.agent.close()
+        self.agent = None
 
     def note_alive(self, node: str) -> None:
         """Notes that a node's daemon or agent is alive; its round does not matter."""
@@ -221,7 +227,7 @@ class JobMonitor:
         return self_report(self._own, self._facts(time.monotonic(), job))
 
     def _facts(self, now_s: float, job: JobRecord | None) -> NodeFacts:
-        agent, leases, ranks = self._agent, job.leases if job else {}, job.ranks if job else []
+        agent, leases, ranks = self.agent, job.leases if job else {}, job.ranks if job else []
         stall = self._progress.stall(leases, now_s)
         awaited = awaited_stall(stall, self._others()) if stall else None
         is_left_behind = self._left_behind is not None and now_s - self._left_behind[0] > LEFT_BEHIND_S
@@ -247,11 +253,11 @@ class JobMonitor:
 
     def is_over(self, now_s: float, job: JobRecord | None) -> bool:
         """Returns whether the watch can end: the job has been idle on this node for LINGER_S."""
-        has_living_agent = self._agent is not None and self._agent.is_alive
+        has_living_agent = self.agent is not None and self.agent.is_alive
         if has_living_agent or (job is not None and job.is_live):
             self._active_s = now_s
-        if self._agent is not None:
-            self._active_s = max(self._active_s, self._agent.last_s)
+        if self.agent is not None:
+            self._active_s = max(self._active_s, self.agent.last_s)
         return now_s - self._active_s > LINGER_S
 
     def close(self) -> None:

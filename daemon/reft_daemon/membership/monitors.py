@@ -14,6 +14,7 @@ from reft.core.recovery.survey_timeout import GivenUpNodes
 from reft.errors import AttachError, NoRoom
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.membership.agent_process import AgentProcess
 from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
 
 MONITORS_MAX = 256
@@ -67,13 +68,37 @@ class MonitorRegistry:
         paired_records = [each for each in self._jobs.values() if launch and each.record.manifest.launch == launch]
         return self._jobs.get(name) or (paired_records[0] if paired_records else None)
 
-    def token(self, job: str) -> bytes:
-        """Returns the token that admits a job's agents and daemons over TCP.
+    def agent_of(self, job: str) -> AgentProcess | None:
+        """Returns a job's agent on this node; None: there is none, or it was not heard yet."""
+        monitor = self.find(job)
+        return monitor.agent if monitor else None
 
-        Empty if the job is not watched.
+    def tokens(self, job: str) -> list[bytes]:
+        """Returns the tokens that admit a job's agents and daemons over TCP.
+
+        There are none if the job is not watched. Without agents they are the job's.
         """
         monitor = self.find(job)
-        return monitor.view.token if monitor else b""
+        if monitor is None:
+            return []
+        record = None if monitor.view.launch else self.record_of(monitor)
+        return [monitor.view.token, *(record.record.accepted_tokens if record is not None else ())]
+
+    def tokens_of_agent(self, job: str) -> list[bytes]:
+        """Returns the tokens that the job's agent has told: its launch's, and the job's."""
+        monitor = self.find(job)
+        view = monitor.view if monitor is not None and monitor.view.launch else None
+        return [token for token in (view.token, view.job_token) if token] if view is not None else []
+
+    def node_name(self, job: str, node_id: str) -> str:
+        """Returns the name of a watched job's node; empty if it has no such node."""
+        monitor = self.find(job)
+        return monitor.view.nodes[node_id].name if monitor and node_id in monitor.view.nodes else ""
+
+    def job_token(self, launch: str) -> bytes:
+        """Returns the token for a launch's trainers; empty if their agent gave none."""
+        views = (monitor.view for monitor in self.by_name.values())
+        return next((view.job_token for view in views if launch and view.launch == launch), b"")
 
     def given_up_s(self, job: str, launch: str, round: int) -> dict[str, float]:
         """Returns the nodes that the previous round lost → seconds since the loss.

@@ -44,7 +44,7 @@ class LoopLateness:
 def died_trainers(
     leases: Mapping[int, Lease], ranks: Collection[int], ignored: Collection[Process]
 ) -> tuple[tuple[int, int], ...]:
-    """Returns (rank, pid) of the trainers that ended without closing their sessions.
+    """Returns (rank, pid) of the trainers that died, or closed their sessions after an exception.
 
     Args:
         leases: rank → its trainer.
@@ -55,21 +55,21 @@ def died_trainers(
     return tuple(
         (rank, lease.process.pid)
         for rank, lease in here
-        if lease.watch is None and not lease.closed and lease.process not in ignored
+        if lease.watch is None and not lease.has_ended_well and lease.process not in ignored
     )
 
 
 def has_completed(leases: Mapping[int, Lease], ranks: Collection[int], has_agent: bool) -> bool:
-    """Whether all sessions of this node are closed, so that its training has ended.
+    """Whether all sessions of this node were closed well, so that its training has ended.
 
-    With an agent, only the agent's FINISHED counts as the end: an exception closes a session, too.
+    With an agent, only the agent's FINISHED counts as the end: a worker may fail later.
 
     Args:
         leases: rank → its trainer.
         ranks: the ranks that train on this node.
         has_agent: whether an agent works for the job here.
     """
-    return not has_agent and bool(ranks) and all(rank in leases and leases[rank].closed for rank in ranks)
+    return not has_agent and bool(ranks) and all(rank in leases and leases[rank].has_ended_well for rank in ranks)
 
 
 def trainers_of(leases: Mapping[int, Lease], with_living: bool) -> frozenset[Process]:

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from reft.core.coding.exchange import PieceSizes
 from reft.errors import ReftError
 from reft.wire.shm import map_file
 from reft.wire.slot_format import SlotMap, chunk_digest
+from reft.wire.tls import Tls
 from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message, version_of
 from reft_daemon.mover import range_client
 from reft_daemon.mover.range_client import MoverAddress, RangePull, SourceRefused
@@ -84,12 +84,10 @@ class CommandServer:
     Args:
         channel: to the daemon.
         server: serves ranges of the offered slots.
-        tls: makes the context for a connection to a source; None: plain TCP.
+        tls: reads the certificates for a connection to a source; None: plain TCP.
     """
 
-    def __init__(
-        self, channel: socket.socket, server: RangeServer, tls: Callable[[], ssl.SSLContext] | None = None
-    ) -> None:
+    def __init__(self, channel: socket.socket, server: RangeServer, tls: Callable[[], Tls] | None = None) -> None:
         self._channel = channel
         self._server = server
         self._tls = tls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ from reft.core.coding.erasure import code_for
 from reft.core.coding.two_level import fold_piece
 from reft.core.commit.version import Version
 from reft.errors import ReftError
+from reft.wire.certificate_role import Role, role_of
 from reft.wire.slot_format import Bytes
+from reft.wire.tls import Tls
 from reft_daemon.mover import range_protocol as protocol
 from reft_daemon.mover.range_protocol import RangeRequest, RangeStatus
 from reft_daemon.mover.range_server import lower_priority
@@ -27,7 +28,7 @@ class MoverAddress(NamedTuple):
     Attributes:
         host: name or number.
         port: the TCP port.
-        name: the host's name in its certificate.
+        name: of the node, as in its daemon's certificate.
     """
 
     host: str
@@ -73,11 +74,12 @@ class SourceRefused(ReftError):
         self.status = status
 
 
-def connect(pull: RangePull, tls: ssl.SSLContext | None) -> socket.socket:
+def connect(pull: RangePull, tls: Tls | None) -> socket.socket:
     """Returns a connection that the source has admitted.
 
     Raises:
-        protocol.BrokenConnection: the source does not answer, or does not know the ticket.
+        protocol.BrokenConnection: the source does not answer, does not know the ticket, or has
+            the certificate of another user or node.
     """
     try:
         connection = socket.create_connection(pull.source[:2], protocol.CONNECT_S)
@@ -87,7 +89,8 @@ def connect(pull: RangePull, tls: ssl.SSLContext | None) -> socket.socket:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lower_priority(connection)
         if tls is not None:
-            connection = tls.wrap_socket(connection, server_hostname=pull.source.name)
+            connection = tls.client_context().wrap_socket(connection)
+            _check_role(role_of(connection.getpeercert()), tls.role.user, pull.source)
         protocol.send(connection, protocol.MAGIC + pull.ticket)
         head = bytearray(protocol.HEAD.size)
         if not protocol.receive_into(connection, memoryview(head), protocol.CONNECT_S):
@@ -100,6 +103,15 @@ def connect(pull: RangePull, tls: ssl.SSLContext | None) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def _check_role(role: Role | None, user: str, source: MoverAddress) -> None:
+    """Raises BrokenConnection if the certificate is not that of this user's daemon on the node."""
+    if role is None or role.user != user or not role.is_daemon_on(source.name):
+        raise protocol.BrokenConnection(
+            f"the certificate at {source.host}:{source.port} is of {role}; "
+            f"the daemon of user {user} on node {source.name} was called."
+        )
 
 
 def fold_ranges(connection: socket.socket, pull: RangePull, parity: Bytes) -> Iterator[int]:

@@ -1,6 +1,10 @@
 """Serves ranges of sealed slots to the movers of other nodes, see `range_protocol`.
 
-Each connection has a thread. Further connections wait until one of CONNECTIONS_MAX ends.
+    a connection ─► unproved (child/admission.py) ─ a ticket ─► proved: served to its end
+                     └► pushed out, if others of its address need the place
+
+Each connection has a thread. With a ticket it waits for one of PROVED_MAX places, and is never
+pushed out once it has one.
 """
 
 from __future__ import annotations
@@ -23,13 +27,23 @@ from reft.core.coding.erasure import code_for
 from reft.core.coding.exchange import PieceSizes
 from reft.core.coding.two_level import encode_piece
 from reft.core.commit.slots import SlotState
-from reft.errors import FormatError
+from reft.errors import FormatError, ReftError
+from reft.wire.certificate_role import role_of
 from reft.wire.slot_format import Bytes, Header, chunk_digest, newest_header
+from reft.wire.tls import Tls
+from reft_daemon.child.admission import Admission, AdmissionLimits, counted_address
+from reft_daemon.child.refusals import RefusalCounts
 from reft_daemon.mover import range_protocol as protocol
 from reft_daemon.mover.range_protocol import BrokenConnection, RangeRequest, RangeStatus
 
 log = logging.getLogger("reft.mover")
-CONNECTIONS_MAX: Final = 64
+PROVED_MAX: Final = 64  # connections; each may compute a frame of RANGE_MAX
+# Connections of one address without a ticket. A flood of 200 a second needs 0.6 s to fill them. A
+# mover sends its ticket at once, with TLS a round trip or two later.
+OF_ADDRESS_MAX: Final = 128
+UNPROVED_MAX: Final = 256  # of all addresses; a thread that waits takes 20 KiB
+SAY_S: Final = 1.0  # between two looks whether refusals are to be logged
+RETRY_S: Final = 0.1  # after no connection could be accepted
 FORGET_S: Final = 5.0  # threads of a forgotten job end within this time
 SO_MAX_PACING_RATE: Final = 47  # Python has no name for it
 PACING: Final = struct.Struct("@L")
@@ -144,11 +158,11 @@ class RangeServer:
 
     Args:
         listener: a listening socket.
-        tls: makes the context for a connection; None: plain TCP.
+        tls: reads the certificates for a connection; None: plain TCP.
         bytes_per_s: of all paced connections together; 0: no limit.
     """
 
-    def __init__(self, listener: socket.socket, tls: Callable[[], ssl.SSLContext] | None, bytes_per_s: int = 0) -> None:
+    def __init__(self, listener: socket.socket, tls: Callable[[], Tls] | None, bytes_per_s: int = 0) -> None:
         self._listener = listener
         self._tls = tls
         self._bytes_per_s = bytes_per_s
@@ -157,6 +171,9 @@ class RangeServer:
         self._paces: dict[str, int] = {}  # job → bytes per second of its connections together; 0: not paced
         self._tickets: dict[bytes, tuple[str, float]] = {}  # ticket → job, and when it expires
         self._connections: dict[socket.socket, str] = {}  # admitted ones, and their jobs
+        self._admission = Admission(AdmissionLimits(OF_ADDRESS_MAX, UNPROVED_MAX, PROVED_MAX))
+        self._unproved: dict[str, tuple[socket.socket, str]] = {}  # name → connection, host
+        self._refusals = RefusalCounts()
 
     @property
     def port(self) -> int:
@@ -189,57 +206,97 @@ class RangeServer:
             self._tickets = {ticket: entry for ticket, entry in self._tickets.items() if entry[0] != job}
             for connection, name in self._connections.items():
                 if name == job:
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
+                    _shut_down(connection)
             return self._changed.wait_for(lambda: job not in self._connections.values(), FORGET_S)
 
     def serve(self) -> None:
         """Accepts connections until the listener is closed."""
-        places = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        # One more than there are connections: it pushes out another one, whose thread then ends.
+        threads = threading.BoundedSemaphore(UNPROVED_MAX + PROVED_MAX + 1)
+        self._listener.settimeout(SAY_S)
 
-        def serve_one(connection: socket.socket) -> None:
+        def serve_one(connection: socket.socket, host: str) -> None:
             try:
-                self._serve_connection(connection)
-            except (BrokenConnection, OSError) as error:
+                self._serve_connection(connection, host)
+            except OSError as error:
                 log.info("a connection has ended: %s", error)
             finally:
                 connection.close()
-                places.release()
+                threads.release()
 
         while True:
-            places.acquire()
+            threads.acquire()
+            connection: socket.socket | None = None
             try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                places.release()
+                connection, address = self._listener.accept()
+                threading.Thread(
+                    target=serve_one, args=(connection, str(address[0])), name="reft-serve", daemon=True
+                ).start()
+            except TimeoutError:  # no call has come; the last refusals may be due for the log
+                threads.release()
+                self._refusals.say(time.monotonic())
+            except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread
+                threads.release()
+                if connection is not None:
+                    connection.close()
                 if self._listener.fileno() < 0:
                     return
-                log.warning("a connection can't be accepted: %s", error)
-                time.sleep(0.1)  # no descriptor is free; the connection waits
-                continue
-            threading.Thread(target=serve_one, args=(connection,), name="reft-serve", daemon=True).start()
+                reason = error.strerror if isinstance(error, OSError) else error
+                self._refusals.count(f"no connection could be accepted ({reason})", "this mover")
+                self._refusals.say(time.monotonic())
+                time.sleep(RETRY_S)
 
-    def _serve_connection(self, plain: socket.socket) -> None:
+    def _serve_connection(self, plain: socket.socket, host: str) -> None:
+        connection, name = plain, str(plain.fileno())  # no other connection has this number until the end
         plain.settimeout(protocol.CONNECT_S)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lower_priority(plain)
-        connection = self._tls().wrap_socket(plain, server_side=True) if self._tls else plain
         try:
-            job = self._admit(connection)
+            tls = self._tls() if self._tls else None
+            if tls is not None:
+                connection = tls.server_context().wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+            self._enter(name, connection, host)
+            _shake_hands(connection, tls)
+            job = self._admit(name, connection)
             if not job:
                 return
             self._share_rate()
             protocol.send(connection, protocol.HEAD.pack(RangeStatus.OK, 0, 0))
             self._answer_requests(connection, job)
+        except (ReftError, OSError) as error:
+            self._note_end(name, connection, host, error)
         finally:
             with self._changed:
+                self._unproved.pop(name, None)
+                self._admission.remove(name)
                 self._connections.pop(connection, None)
                 self._changed.notify_all()
             connection.close()
             self._share_rate()
+            self._refusals.say(time.monotonic())
 
-    def _admit(self, connection: socket.socket) -> str:
-        """Returns the job of the ticket that the other side sends; empty: it has none."""
+    def _enter(self, name: str, connection: socket.socket, host: str) -> None:
+        """Takes a place without a proof, perhaps that of another connection."""
+        with self._changed:
+            self._unproved[name] = connection, host
+            displaced = self._admission.add(name, counted_address(host))
+            if displaced:
+                pushed_out, its_host = self._unproved.pop(displaced)
+                _shut_down(pushed_out)
+                self._refusals.count("others needed their place at the mover", its_host)
+                self._changed.notify_all()
+
+    def _note_end(self, name: str, connection: socket.socket, host: str, error: ReftError | OSError) -> None:
+        """Logs why a connection has ended. Of callers without a ticket, it only counts them."""
+        with self._changed:
+            is_admitted, is_unproved = connection in self._connections, name in self._unproved
+        if is_admitted:
+            log.info("a connection has ended: %s", error)
+        elif is_unproved:  # else it was pushed out, and is counted
+            self._refusals.count("they showed no valid ticket to the mover", host)
+
+    def _admit(self, name: str, connection: socket.socket) -> str:
+        """Returns the job of the ticket that the other side sends; empty: the connection ends."""
         opening = bytearray(protocol.OPENING_BYTES)
         if not protocol.receive_into(connection, memoryview(opening), protocol.CONNECT_S):
             return ""
@@ -251,8 +308,17 @@ class RangeServer:
             job, expires_s = self._tickets.pop(bytes(opening[len(protocol.MAGIC) :]), ("", 0.0))
             if not job or time.monotonic() > expires_s:
                 raise BrokenConnection("the ticket is unknown, was used, or is older than 60 s.")
+            if not self._changed.wait_for(lambda: self._has_place(name), protocol.CONNECT_S):
+                self._refusals.count(f"{PROVED_MAX} others with tickets kept the mover busy", self._unproved[name][1])
+                return ""
+            if self._unproved.pop(name, None) is None or job not in self._paces:
+                return ""  # it was pushed out, or its job forgotten, while it waited
             self._connections[connection] = job
         return job
+
+    def _has_place(self, name: str) -> bool:
+        """Whether a connection with a ticket waits no more for a place."""
+        return self._admission.prove(name) or name not in self._unproved
 
     def _answer_requests(self, connection: socket.socket, job: str) -> None:
         request = bytearray(protocol.REQUEST.size)
@@ -275,6 +341,29 @@ class RangeServer:
                 with contextlib.suppress(OSError):  # a connection that has just ended
                     share = PACING.pack(max(min(shares), SHARE_LEAST))
                     connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, share)
+
+
+def _shake_hands(connection: socket.socket, tls: Tls | None) -> None:
+    """Returns if another daemon of the same user has called; without TLS, at once.
+
+    Raises:
+        BrokenConnection: the certificate is another user's, or no daemon's.
+        OSError: there is no such certificate.
+    """
+    if tls is None:
+        return
+    assert isinstance(connection, ssl.SSLSocket)
+    connection.do_handshake()
+    role = role_of(connection.getpeercert())
+    if role is None or role.user != tls.role.user or not role.node:
+        raise BrokenConnection(f"the caller's certificate is of {role}; a daemon of user {tls.role.user} may call.")
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """Ends a connection that another thread uses, which then finds its end."""
+    with contextlib.suppress(OSError):  # it has ended
+        # An SSLSocket's own method would drop the encryption under the hands of that thread.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def lower_priority(connection: socket.socket) -> None:

@@ -24,8 +24,8 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.jobs import rounds
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.peers.channels import PeerChannels
 from reft_daemon.peers.persist_run import CALL_S
-from reft_daemon.peers.round_replicator import PeerChannels
 
 HOLD_MAX_S: Final = 600.0
 
@@ -70,7 +70,7 @@ class HoldService:
             raise AttachError(f"no step of job {job.id} is whole yet.", "try again later")
         if job.round.index != 0:
             manifest = job.record.manifest
-            coordinator = manifest.nodes[0], manifest.token
+            coordinator = manifest.nodes[0], messages.known_tokens(manifest)
             return await self._peers.call(*coordinator, pb_grpc.DaemonStub, "Hold", request, CALL_S, reconnect=True)  # type: ignore[return-value]
         end_s = time.monotonic() + request.seconds
         if request.HasField("version"):

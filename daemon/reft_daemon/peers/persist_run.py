@@ -27,7 +27,7 @@ from reft.wire import stored_format as stored
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.peers.round_replicator import PeerChannels, reason_of
+from reft_daemon.peers.channels import PeerChannels, reason_of
 from reft_daemon.persist.node_writer import NodeWriter
 from reft_daemon.persist.persister import Persister, StorageFailed
 
@@ -137,8 +137,8 @@ class PersistRun:
         if index == self.record.node_index:
             self.job.check_epoch(request.epoch)
             return await self.writer.persist(self.job, request)
-        node, token = self.record.manifest.nodes[index], self.record.manifest.token
-        reply = await self.peers.call(node, token, pb_grpc.PeerStub, "Persist", request, CALL_S, reconnect=True)
+        node, tokens = self.record.manifest.nodes[index], messages.known_tokens(self.record.manifest)
+        reply = await self.peers.call(node, tokens, pb_grpc.PeerStub, "Persist", request, CALL_S, reconnect=True)
         assert isinstance(reply, pb.PersistReply)
         return reply
 
@@ -157,7 +157,8 @@ class PersistRun:
         failpoints.hit("persist.commit", step=version.step, epoch=version.epoch.counter)
         manifest = pb.Manifest()
         manifest.CopyFrom(self.record.manifest)
-        manifest.ClearField("token")
+        for secret in ("token", "earlier_tokens"):
+            manifest.ClearField(secret)
         await persister.commit(
             stored.StoredManifest(
                 version, manifest.job, manifest.lineage, secrets.token_hex(16), manifest.SerializeToString(),

@@ -45,9 +45,9 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import Arena
 from reft_daemon.jobs import rounds
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.peers.channels import PeerChannels, reason_of
 from reft_daemon.peers.holds import HoldService
 from reft_daemon.peers.persist_run import ATTEMPTS, CALL_S, PersistRun
-from reft_daemon.peers.round_replicator import PeerChannels, reason_of
 from reft_daemon.persist.node_writer import NodeWriter
 from reft_daemon.persist.persister import Persister, PersistSettings, StorageFailed, StoredStep
 from reft_daemon.persist.stored_reader import StoredReader
@@ -211,7 +211,7 @@ class PersistService:
             raise AttachError(f"no step of job {job.id} is whole yet.", "try again later")
         if job.round.index != 0:
             manifest, service = job.record.manifest, pb_grpc.DaemonStub
-            coordinator = manifest.nodes[0], manifest.token
+            coordinator = manifest.nodes[0], messages.known_tokens(manifest)
             return await self._peers.call(*coordinator, service, "PersistJob", request, CALL_S, reconnect=True)  # type: ignore[return-value]
         if reason := refusal(job, self.settings):
             raise ConfigError(reason, "start each daemon with --persist DIR, and attach again")

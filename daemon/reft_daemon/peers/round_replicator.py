@@ -18,185 +18,28 @@ the parent, the report is repeated every RETRY_S as long as some step is undecid
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
 
 import grpc
-import numpy as np
 from google.protobuf.message import Message
 
 from reft.core.commit.round import Outcome, children_of, parent_of
-from reft.errors import AttachError, FormatError, ReftError
+from reft.errors import AttachError, ReftError, split_remedy
 from reft.failpoints import Failpoints, InjectedFault
-from reft.wire import messages, rpc
-from reft.wire.slot_format import Bytes
-from reft.wire.tls import Tls
+from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon import __version__
 from reft_daemon.jobs import capsules, rounds
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.peers.channels import PeerChannels, reason_of
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 1.0
 KEEP_DEADLINE_S = 5.0  # seconds; a full message takes 1.4 s at 100 Mbit/s
 RETRY_S = 0.3
 Send = Callable[[pb.Node], Awaitable[None]]
-T = TypeVar("T")
-
-
-class PeerChannels:
-    """Channels to other daemons, one per address, opened at the first use.
-
-    When the certificates change, a channel without a connection is made anew. A connected channel
-    keeps the old certificates.
-
-    Args:
-        tls: of this daemon.
-        own: this daemon's addresses. They are never called: another host's node with the same
-            socket path would lead back here.
-        own_connections: whether these channels have connections of their own, shared with no other
-            `PeerChannels`.
-
-    Attributes:
-        sent: method → bytes of the requests that other daemons answered, without the overhead of
-            gRPC and TLS.
-    """
-
-    def __init__(self, tls: Tls | None, own: Collection[str], own_connections: bool = False) -> None:
-        self._own_addresses = frozenset(own)
-        self._own_connections = own_connections
-        self.sent: collections.Counter[str] = collections.Counter()
-        self._tls = tls
-        # address → channel, and the generation of the certificates that it uses
-        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}
-
-    def is_own(self, node: pb.Node) -> bool:
-        """Whether one of the node's addresses is this daemon's."""
-        return not self._own_addresses.isdisjoint(node.addresses)
-
-    def is_self(self, node: pb.Node) -> bool:
-        """Whether all addresses of the node are this daemon's.
-
-        The node of another host may have the same socket path, but not the same TCP address too.
-        """
-        return bool(node.addresses) and self._own_addresses.issuperset(node.addresses)
-
-    async def call(
-        self, node: pb.Node, token: bytes, service: type, method: str, request: Message,
-        deadline_s: float | None, reconnect: bool = False,
-    ) -> object:  # fmt: skip
-        """Calls a method of `node`, trying its addresses in turn.
-
-        Args:
-            node: the node to call.
-            token: the job's token.
-            service: class of the gRPC stub.
-            method: name of the method.
-            request: what is sent.
-            deadline_s: for each address; None means no deadline.
-            reconnect: if the last connection to another host failed, connect again and wait,
-                instead of failing at once.
-
-        Raises:
-            grpc.RpcError: the last address failed too.
-            AttachError: the other daemon speaks another protocol; its reply is not looked at.
-            ConnectionError: the node has no address that this daemon can call.
-        """
-
-        async def ask(channel: grpc.aio.Channel, is_far: bool) -> object:
-            stub, metadata = service(channel), rpc.peer_metadata(token)
-            waits = reconnect and is_far and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
-            call = getattr(stub, method)(request, timeout=deadline_s, metadata=metadata, wait_for_ready=waits)
-            reply: object = await call
-            _check_reply(node, await call.trailing_metadata())
-            self.sent[method] += request.ByteSize()
-            return reply
-
-        return await self._first_reachable(node, ask)
-
-    async def read(self, node: pb.Node, token: bytes, request: pb.ReadRequest, into: Bytes, deadline_s: float) -> None:
-        """Fills `into` with bytes of a slot of `node`.
-
-        Raises:
-            grpc.RpcError: the last address failed too.
-            FormatError: fewer or more bytes arrived.
-        """
-        at = 0
-        async with contextlib.aclosing(self.pieces(node, token, request, deadline_s)) as pieces:
-            async for data in pieces:
-                if at + len(data) <= into.nbytes:
-                    into[at : at + len(data)] = np.frombuffer(data, np.uint8)
-                at += len(data)
-        if at != into.nbytes:
-            raise FormatError(f"slot {request.slot} on {node.name} gave {at} of {into.nbytes} bytes.")
-
-    async def pieces(
-        self, node: pb.Node, token: bytes, request: pb.ReadRequest, deadline_s: float | None
-    ) -> AsyncGenerator[bytes, None]:
-        """Yields bytes of a slot of `node`, from the first of its addresses that answers.
-
-        Raises:
-            grpc.RpcError: the last address failed too, or the call failed midway.
-        """
-
-        async def begin(channel: grpc.aio.Channel, _: bool) -> tuple[Any, Any]:
-            stub, metadata = pb_grpc.DaemonStub(channel), rpc.peer_metadata(token)
-            call = stub.Read(request, timeout=deadline_s, metadata=metadata)
-            chunk = await call.read()  # an error of the call shows here
-            try:
-                _check_reply(node, await call.initial_metadata())
-            except AttachError:
-                call.cancel()
-                raise
-            return call, chunk
-
-        call, chunk = await self._first_reachable(node, begin)
-        try:
-            while chunk is not grpc.aio.EOF:
-                yield chunk.data
-                chunk = await call.read()
-        finally:
-            call.cancel()
-
-    async def _first_reachable(self, node: pb.Node, ask: Callable[[grpc.aio.Channel, bool], Awaitable[T]]) -> T:
-        """Returns the result of `ask` at the node's first address that can be reached."""
-        error: grpc.RpcError | None = None
-        for address in node.addresses:
-            if address in self._own_addresses:
-                continue
-            try:
-                return await ask(self._channel(address), not address.startswith("unix:"))
-            except grpc.RpcError as failure:
-                error = failure
-        if error is None:
-            raise ConnectionError(f"node {node.name} has no address that other nodes can call")
-        raise error
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        generation = self._tls.generation if self._tls else 0
-        channel, made_at = self._channels.get(address, (None, -1))
-        if channel is None or (made_at != generation and channel.get_state() is not grpc.ChannelConnectivity.READY):
-            channel = rpc.peer_channel(address, self._tls, self._own_connections)
-            self._channels[address] = channel, generation
-        return channel
-
-    async def drop(self, node: pb.Node) -> None:
-        """Closes the connections to a node, which ends their calls.
-
-        The next call connects again.
-        """
-        for address in node.addresses:
-            if address in self._channels:
-                await self._channels.pop(address)[0].close()
-
-    async def close(self) -> None:
-        for channel, _ in self._channels.values():
-            await channel.close()
 
 
 class RoundReplicator:
@@ -311,17 +154,40 @@ class RoundReplicator:
             capsules.note_kept(job, holder, self._epoch, records)
 
     async def _call(self, node: pb.Node, method: str, request: Message, deadline_s: float = DEADLINE_S) -> object:
-        token = self._job.record.manifest.token
-        return await self._peers.call(node, token, pb_grpc.PeerStub, method, request, deadline_s)
+        tokens = messages.known_tokens(self._job.record.manifest)
+        return await self._peers.call(node, tokens, pb_grpc.PeerStub, method, request, deadline_s)
 
 
-def _check_reply(node: pb.Node, metadata: object) -> None:
-    """Raises AttachError if the daemon that has replied speaks another protocol."""
-    rpc.check_peer(metadata, f"the daemon of node {node.name} speaks", f"this daemon (reft {__version__})")
+async def send_base_again(job: JobRecord, peers: PeerChannels) -> None:
+    """Sends the capsules of the decision's base and guard to this node's holders.
 
+    Returns once the holders keep them.
 
-def reason_of(error: BaseException) -> str:
-    """Returns the reason of a failed call, for people to read."""
-    if isinstance(error, asyncio.TimeoutError):
-        return "no answer in time"
-    return str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+    Args:
+        job: the job.
+        peers: channels to the other daemons.
+
+    Raises:
+        AttachError: a holder does not accept them.
+    """
+    if not job.record.holders:
+        return
+    decision, epoch = messages.decision_from(job.record.decision), messages.epoch_to(job.epoch)
+    kept = {version for version in (decision.base, decision.guard) if version is not None}
+    slots = job.slots.all.values()
+    batches = [batch for version in kept for batch in job.capsule_replication.batches_of_version(slots, version)]
+    nodes, tokens, stub = job.record.manifest.nodes, messages.known_tokens(job.record.manifest), pb_grpc.PeerStub
+
+    async def send_to(holder: int) -> None:
+        for records in batches:
+            keep = pb.KeepRequest(job=job.id, epoch=epoch, capsules=records)
+            try:
+                await peers.call(nodes[holder], tokens, stub, "Keep", keep, KEEP_DEADLINE_S, reconnect=True)
+            except (grpc.RpcError, OSError) as error:
+                reason, remedy = split_remedy(reason_of(error))
+                raise AttachError(
+                    f"node {nodes[holder].name} does not keep the capsules of {decision.base}: {reason}",
+                    remedy or "check the daemon of that node",
+                ) from error
+
+    await asyncio.gather(*(send_to(holder) for holder in job.record.holders))

@@ -8,7 +8,7 @@ from each node.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Literal
 
 import xxhash
@@ -18,26 +18,32 @@ from reft.wire.v1 import daemon_pb2 as pb
 ManifestField = Literal["manifest", "base_manifest", "guard_manifest"]
 
 
-def without_repeats(own: pb.JobRecord, surveyed: Sequence[pb.SurveyedNode]) -> list[pb.SurveyedNode]:
-    """Returns the replies without manifests that the asker's record or an earlier reply contains.
+def known_manifests(record: pb.JobRecord) -> dict[bytes, pb.Manifest]:
+    """Returns the manifests of the asker's record of the job, by their epochs.
 
-    A manifest belongs to an epoch: that of its reply's decision, or that of the decision's base
-    or guard. A reader of the replies finds each manifest in one of them (`reft.wire.inventory`).
-
-    Args:
-        own: the asker's record of the job.
-        surveyed: the replies; their repeated manifests are cleared.
+    A manifest belongs to an epoch: that of its holder's decision, or that of the decision's base or
+    guard.
     """
     known: dict[bytes, pb.Manifest] = {}
-    for key, _, manifest in _manifests(own.decision, own):
+    for key, _, manifest in _manifests(record.decision, record):
         known.setdefault(key, manifest)
-    for each in surveyed:
-        for key, name, manifest in _manifests(each.reply.decision, each.reply):
-            if key not in known:
-                known[key] = manifest
-            elif known[key] == manifest:
-                each.reply.ClearField(name)
-    return list(surveyed)
+    return known
+
+
+def clear_repeats(known: dict[bytes, pb.Manifest], reply: pb.InventoryReply) -> None:
+    """Clears the known manifests of a reply; the others become known.
+
+    A reader of all replies finds each manifest in one of them (`reft.wire.inventory`).
+
+    Args:
+        known: the manifests of the asker's record, and of the replies before.
+        reply: the next reply.
+    """
+    for key, name, manifest in _manifests(reply.decision, reply):
+        if key not in known:
+            known[key] = manifest
+        elif known[key] == manifest:
+            reply.ClearField(name)
 
 
 def digests_of(record: pb.JobRecord) -> list[int]:
@@ -48,12 +54,16 @@ def digests_of(record: pb.JobRecord) -> list[int]:
     return [_digest(key, manifest) for key, _, manifest in _manifests(record.decision, record)]
 
 
-def clear_known_manifests(reply: pb.InventoryReply, known: Collection[int]) -> None:
-    """Clears the manifests of a reply that the asker has, according to the asker's `digests_of`."""
-    if known:
-        for key, name, manifest in _manifests(reply.decision, reply):
-            if _digest(key, manifest) in known:
-                reply.ClearField(name)
+def known_fields(record: pb.JobRecord, known: Collection[int]) -> set[str]:
+    """Returns the manifests of a record that the asker has: names of their fields.
+
+    Args:
+        record: this daemon's record of the job.
+        known: the asker's `digests_of`.
+    """
+    if not known:
+        return set()
+    return {name for key, name, manifest in _manifests(record.decision, record) if _digest(key, manifest) in known}
 
 
 def _digest(key: bytes, manifest: pb.Manifest) -> int:

@@ -50,9 +50,9 @@ from reft_daemon.jobs.parity import LocalLane
 from reft_daemon.mover.mover import Mover, ParityWriter, PullFailed, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
 from reft_daemon.mover.range_protocol import FRAME_S, RangeStatus
+from reft_daemon.peers.channels import PeerChannels, reason_of
 from reft_daemon.peers.replay_service import ReplayService
 from reft_daemon.peers.replayer import Replayer
-from reft_daemon.peers.round_replicator import PeerChannels, reason_of
 
 log = logging.getLogger("reft.daemon")
 HOLD_S: Final = 60.0  # from the beginning of an attach to its decision, at most
@@ -414,8 +414,8 @@ class TurnService:
         if self._failpoints.hit("turn.ticket", step=version.step, epoch=version.epoch.counter):
             raise ConnectionError("a failpoint loses the request of a ticket")
         request = pb.OpenBulkRequest(job=job.id, epoch=messages.epoch_to(job.epoch))
-        token = job.record.manifest.token
-        reply = await self._peers.call(node, token, pb_grpc.PeerStub, "OpenBulk", request, TICKET_DEADLINE_S)
+        tokens = messages.known_tokens(job.record.manifest)
+        reply = await self._peers.call(node, tokens, pb_grpc.PeerStub, "OpenBulk", request, TICKET_DEADLINE_S)
         assert isinstance(reply, pb.OpenBulkReply)
         return mover_address(node, reply), reply.ticket
 
@@ -499,4 +499,4 @@ def mover_address(node: pb.Node, reply: pb.OpenBulkReply) -> MoverAddress:
     """
     hosts = [each.rpartition(":")[0].strip("[]") for each in node.addresses if not each.startswith("unix:")]
     host = hosts[0] if hosts else "127.0.0.1"  # daemons of one host, which call each other by their sockets
-    return MoverAddress(reply.address or host, reply.port, host)
+    return MoverAddress(reply.address or host, reply.port, node.name)

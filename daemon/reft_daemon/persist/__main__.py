@@ -6,9 +6,9 @@ import argparse
 import logging
 import os
 import socket
-import sys
 from pathlib import Path
 
+from reft.log_lines import begin_log
 from reft_daemon.child.child_setup import become_child
 from reft_daemon.persist.child import StorageServer
 from reft_daemon.persist.persist_key import read_key
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--root", required=True)
     parser.add_argument("--key-file", type=Path)
     settings = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    begin_log()
     become_child(OOM_SCORE, NICE)
     channel = socket.socket(fileno=settings.channel)
     try:

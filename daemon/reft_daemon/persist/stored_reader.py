@@ -34,8 +34,9 @@ from typing import Any, Final
 from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
+from reft.core.membership.job_identity import check_name
 from reft.core.persist.storage_url import is_url
-from reft.core.persist.stored_names import is_lineage
+from reft.core.persist.stored_names import checkpoint_name, is_lineage
 from reft.errors import ConfigError, FormatError
 from reft.wire import messages
 from reft.wire import stored_format as stored
@@ -123,14 +124,16 @@ class StoredReader:
         """Returns what storage holds of a job; with a name, that checkpoint's manifest.
 
         Raises:
-            ConfigError: this daemon has no storage.
+            ConfigError: this daemon has no storage, or a name can't be one of storage.
             StorageFailed: storage can't be listed.
         """
+        check_name(request.job)
         reply = pb.StoredReply(directory=str(self._persister.root) if self._persister else "")
         if not request.name:
             answer = await self._call({"do": "list", "job": request.job})
             reply.lineages.extend(map(_lineage_of, json.loads(_text_of(answer)[0])))
             return reply
+        _check_checkpoint(request.lineage, request.name)
         fields = {"do": "load", "job": request.job, "lineage": request.lineage, "name": request.name}
         answer = await self._call(fields, may_be_damaged=True)
         reply.damage = answer.get("error", "")
@@ -159,9 +162,10 @@ class StoredReader:
         request again waits on.
 
         Raises:
-            ConfigError: this daemon has no storage.
+            ConfigError: this daemon has no storage, or a name can't be one of storage.
             StorageFailed: storage does not answer, or fails.
         """
+        _check_checkpoint(request.lineage, request.name)
         opening = self._opening.get(request.job)
         if opening is None or opening.request != request:
             self.close_pending(request.job)
@@ -333,3 +337,9 @@ def _bytes_of(memfd: int) -> bytes:
     with open(memfd, "rb", closefd=False) as file:
         file.seek(0)
         return file.read()
+
+
+def _check_checkpoint(lineage: str, name: str) -> None:
+    """Raises ConfigError if these are no names of folders that reft makes: they become a path."""
+    if not is_lineage(lineage) or checkpoint_name(name) is None:
+        raise ConfigError(f"lineage {lineage!r} with checkpoint {name!r} can't be on storage.")

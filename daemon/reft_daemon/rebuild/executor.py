@@ -1,7 +1,7 @@
 """Carries out the operations of a rebuild: the daemon's driver of `reft.core.recovery.walk`.
 
 read    a task fills the rows of its slice, from a slot at hand
-decode  a thread computes the made packets from the rows, in the memory of the new slots
+decode  a thread computes the made packets from the rows, and writes them into the new slots
 emit    waits for that thread
 """
 
@@ -11,9 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
-from reft.core.coding.erasure import Bytes, run_columns
+from reft.core.coding.erasure import Bytes
 from reft.core.recovery.plan import DecodeOperation, EmitOperation, ReadOperation, TransferPlan
 from reft.core.recovery.rebuild_plan import DAEMON
 from reft.core.recovery.stripes import StripeSlice
@@ -40,7 +38,7 @@ async def made_slices(
 
     Raises:
         ConfigError: a stripe can't be decoded from the slots at hand.
-        FormatError: a new slot was freed.
+        FormatError: a new slot was freed, or can't be written.
     """
     rows: dict[StripeSlice, Bytes] = {}
     tasks: dict[ReadOperation | StripeSlice, asyncio.Future[Any]] = {}
@@ -51,7 +49,7 @@ async def made_slices(
             if phase is WalkPhase.START and isinstance(operation, ReadOperation):
                 assert operation.slice is not None, "only slices are read"
                 if operation.slice not in rows:
-                    rows[operation.slice] = _empty_rows(operation.slice)
+                    rows[operation.slice] = operation.slice.empty_rows()
                 tasks[operation] = asyncio.ensure_future(_fill(rows[operation.slice], operation, read))
             elif phase is WalkPhase.FINISH and isinstance(operation, ReadOperation):
                 await tasks.pop(operation)
@@ -67,32 +65,17 @@ async def made_slices(
         await run_to_end(asyncio.gather(*tasks.values(), return_exceptions=True))
 
 
-def _empty_rows(stripe_slice: StripeSlice) -> Bytes:
-    packets = len(stripe_slice.shards) * stripe_slice.lane.code.w
-    rows = np.empty(packets * stripe_slice.width, np.uint8)
-    for begin, end in stripe_slice.zeros:
-        rows[begin:end] = 0
-    return rows
-
-
 async def _fill(rows: Bytes, operation: ReadOperation, read: ReadBytes) -> None:
     """Fills the rows of one shard: one call for each run of its slot's bytes."""
     for part in operation.parts:
-        for begin, at, size in part.need.copy.within(part.begin, part.end).rows():
-            await read(operation.owner, part.at - part.begin + begin, rows[at : at + size])
+        for begin, at, size in part.runs.rows():
+            await read(operation.owner, begin, rows[at : at + size])
 
 
 def _decode(stripe_slice: StripeSlice, rows: Bytes, slots: Mapping[int, SlotFile]) -> None:
-    """Computes the made packets of a slice from its rows, in their slots."""
-    width, packets = stripe_slice.width, rows.reshape(-1, stripe_slice.width)
-    program = stripe_slice.program
-    places = [slots[owner].map.data[begin:end] for owner, begin, end in stripe_slice.made_packets()]
-    # Packets that end with zeros, which the slot does not have, are made beside it.
-    outputs = [place if place.nbytes == width else np.empty(width, np.uint8) for place in places]
-    run_columns(program, [packets[stripe_slice.row(shard) + packet] for shard, packet in program.inputs], outputs)
-    for place, output in zip(places, outputs, strict=True):
-        if place.nbytes < width:
-            place[:] = output[: place.nbytes]
+    """Computes the made packets of a slice, and writes them into their slots."""
+    for owner, begin, data in stripe_slice.made_parts(stripe_slice.decode(rows)):
+        slots[owner].map.write(begin, data)
 
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:

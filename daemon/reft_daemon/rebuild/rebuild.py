@@ -181,7 +181,7 @@ class Rebuild:
         if (
             job is not None
             and job.epoch == messages.epoch_from(request.decision.epoch)
-            and job.record.manifest.token == request.manifest.token
+            and messages.job_mark(job.record.manifest) == messages.job_mark(request.manifest)
         ):
             return job  # the decision is in force here already, and nothing has to be told
         decide = pb.DecideRequest(manifest=request.manifest, decision=request.decision, node_index=request.node_index)
@@ -233,7 +233,7 @@ class Rebuild:
 
     async def _allocate(self, job: JobRecord, lost: _LostSlot, slots: dict[int, SlotFile]) -> SlotFile:
         self._check_not_replaced(job)
-        (name,) = next_names(job.slots.all, lost.rank, 1)
+        (name,) = next_names(job.slots.names, lost.rank, 1)
         (slot,) = await job.allocator.create(lost.rank, {name: lost.geometry}, [])
         slots[lost.rank] = slot
         # a draft until it is sealed: an attach that comes meanwhile must not lease it
@@ -268,7 +268,7 @@ class Rebuild:
             if not digests:
                 return
             rank, chunk = next((rank, chunk) for rank, chunk in chunks.items() if chunk is not None)
-            lanes, ranks = chunk_sources(plan, rank, chunk)
+            lanes, ranks = await in_thread(chunk_sources, plan, rank, chunk)
             text = (
                 f"the decoded data of rank {rank}, {self.version}, is not what was saved: chunk {chunk}, in lane "
                 f"{_listed(lanes) or 'the exchange'}, made from {_listed(slot_name(rank, world) for rank in ranks)} on "
@@ -340,7 +340,8 @@ class Rebuild:
         for slot in slots:
             if slot.name not in job.slots.drafts:
                 continue  # finished, or freed together with the job
-            slot.map.empty()
+            with contextlib.suppress(FormatError):  # its file was cut
+                slot.map.empty()
             self.registry.arena.free(job.slots.drafts.pop(slot.name))
         if is_new and is_held and not job.slots.all and job.epoch == messages.epoch_from(self.request.decision.epoch):
             self.registry.purge(job.id)

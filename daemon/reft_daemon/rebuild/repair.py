@@ -33,7 +33,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import RecoveryPlan, describe
 from reft.errors import AttachError, FormatError, ReftError
 from reft.wire import messages
-from reft.wire.inventory import JobSurvey, is_itself
+from reft.wire.inventory import JobSurvey, is_itself, silence_in
 from reft.wire.rebuild_request import rebuild_request
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -42,7 +42,7 @@ from reft_daemon.jobs import parity
 from reft_daemon.jobs.inventory import fill_inventory
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.scrub import BYTES_PER_S, SlotKey, is_idle
-from reft_daemon.peers.round_replicator import reason_of
+from reft_daemon.peers.channels import reason_of
 from reft_daemon.rebuild.rebuild import Rebuild
 from reft_daemon.registry import Registry
 
@@ -192,13 +192,13 @@ async def _survey(registry: Registry, job: JobRecord, slot: SlotFile, version: V
         capsule = job.capsule_replication.sealed_record([slot], slot.rank, version)
         if capsule is not None:
             replies[own].capsules.add(rank=slot.rank, version=wanted, unreplicated_bytes=capsule.unreplicated_bytes)
-    return JobSurvey(replies, tuple(sorted(each.node.name for each in surveyed if not each.HasField("reply"))))
+    return JobSurvey(replies, silence_in(surveyed))
 
 
 async def _inventory(registry: Registry, job: JobRecord, node: pb.Node) -> pb.SurveyedNode:
-    request, token = pb.InventoryRequest(job=job.id), job.record.manifest.token
+    request, tokens = pb.InventoryRequest(job=job.id), messages.known_tokens(job.record.manifest)
     try:
-        reply = await registry.peers.call(node, token, pb_grpc.DaemonStub, "Inventory", request, SURVEY_S)
+        reply = await registry.peers.call(node, tokens, pb_grpc.DaemonStub, "Inventory", request, SURVEY_S)
     except (grpc.RpcError, OSError, ReftError) as error:
         return pb.SurveyedNode(node=node, trouble=reason_of(error))
     return pb.SurveyedNode(node=node, reply=reply)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.jobs import capsules, slot_reads
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.peers.round_replicator import PeerChannels, reason_of
+from reft_daemon.peers.channels import PeerChannels, reason_of
 
 READ_DEADLINE_S = 30.0
 PATIENCE_S = 5.0
@@ -71,7 +71,14 @@ class SourceReader:
             record = capsules.capsule(self.job, lost.rank, version)
         else:
             wanted = pb.CapsuleRequest(job=self.job.id, rank=lost.rank, version=request.version)
-            ask = partial(self.peers.call, node, request.manifest.token, pb_grpc.DaemonStub, "FetchCapsule", wanted)
+            ask = partial(
+                self.peers.call,
+                node,
+                messages.known_tokens(request.manifest),
+                pb_grpc.DaemonStub,
+                "FetchCapsule",
+                wanted,
+            )
             record = await _answer(node, name, partial(ask, READ_DEADLINE_S))
         if record is None or record.rank != lost.rank or messages.version_from(record.version) != version:
             raise DamagedSource(node, name, "the capsule is missing")
@@ -128,7 +135,9 @@ class SourceReader:
         if node.id == self.node_id:
             read = partial(slot_reads.read_here, self.job, read_request, into)
         else:
-            read = partial(self.peers.read, node, request.manifest.token, read_request, into, READ_DEADLINE_S)
+            read = partial(
+                self.peers.read, node, messages.known_tokens(request.manifest), read_request, into, READ_DEADLINE_S
+            )
         await _answer(node, source.slot, read)
         self.read_bytes += into.nbytes
 

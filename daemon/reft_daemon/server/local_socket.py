@@ -22,8 +22,8 @@ descriptors. No callback waits.
 * While replies wait to be sent, no request is read. So at most the replies to one read of
   READ_BYTES and to WAITING_MAX reports are buffered. Descriptors are never buffered: a caller that
   does not read is dropped, and has to ask again.
-* A caller is dropped with one warning if its bytes are no request. The same happens above a limit:
-  MESSAGE_MAX, REQUEST_MAX, DESCRIPTORS_MAX or WAITING_MAX.
+* A caller is dropped, and counted as refused, if it is of another user, or if its bytes are no
+  request. The same happens above a limit: MESSAGE_MAX, REQUEST_MAX, DESCRIPTORS_MAX or WAITING_MAX.
 * If no descriptor is free, the listener pauses for RETRY_S; open connections go on.
 
 `reft.wire.local_socket` says what happens to lost, late or repeated messages.
@@ -47,13 +47,15 @@ from reft.core.commit.round import Outcome
 from reft.errors import AttachError, ReftError
 from reft.wire import local_socket, messages, rpc
 from reft.wire.local_socket import DESCRIPTORS_MAX, READ_BYTES, REQUEST_MAX, close_all, frame
-from reft.wire.process import stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
+from reft_daemon.child.refusals import RefusalCounts
 from reft_daemon.jobs import gradient_records, rounds, trainers
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import caller_process
 from reft_daemon.registry import Registry, UnknownJob
+from reft_daemon.server.callers import OTHER_USER
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 5.0
@@ -63,6 +65,10 @@ CONNECTIONS_MAX = 64
 WAITING_MAX = 64
 WAIT_MAX_S = 10.0
 RETRY_S = 0.1
+# Why callers are dropped, for the log.
+SILENT = "they sent no request to the local socket in time"
+NO_REQUEST = "what they sent to the local socket is no request, or too many"
+UNSENT = "they could not receive descriptors"
 
 
 class LocalSocket:
@@ -71,10 +77,11 @@ class LocalSocket:
     Args:
         path: of the socket; the daemon owns its folder.
         registry: the jobs of the reports and slots.
+        refusals: counts the callers that are dropped.
     """
 
-    def __init__(self, path: Path, registry: Registry) -> None:
-        self.path, self.registry = path, registry
+    def __init__(self, path: Path, registry: Registry, refusals: RefusalCounts) -> None:
+        self.path, self.registry, self.refusals = path, registry, refusals
         self._newcomers: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
         self._is_failing = False
@@ -103,8 +110,8 @@ class LocalSocket:
         self._is_failing = False
         pid, uid = local_socket.peer(connection)
         if uid != os.getuid():
-            connection.close()
-            return
+            self.refusals.count(OTHER_USER, f"uid {uid}")
+            return connection.close()
         self._newcomers.add(_Connection(self, connection, pid))
         if len(self._newcomers) >= CONNECTIONS_MAX:
             self._loop.remove_reader(self._listener)
@@ -150,7 +157,7 @@ class _Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None  # from the first report that waits
         why = f"no request arrived within {DEADLINE_S:g} s"
-        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(DEADLINE_S, self._drop, why)
+        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(DEADLINE_S, self._drop, why, SILENT)
         self._loop.add_reader(connection, self._read)
 
     # The connection
@@ -172,7 +179,7 @@ class _Connection:
             if not data:
                 self._end()
         except (ValueError, DecodeError, OSError) as error:
-            self._drop(str(error))
+            self._drop(str(error), NO_REQUEST)
         except Exception:
             self._end()  # the trainer connects again and repeats what was lost
             raise
@@ -187,9 +194,9 @@ class _Connection:
         except BlockingIOError:
             pass
         except OSError as error:  # the caller is gone, or the kernel can't pass descriptors now
-            return self._drop(str(error)) if descriptors else self._end()
+            return self._drop(str(error), UNSENT) if descriptors else self._end()
         if descriptors and not sent:
-            return self._drop("it does not read, and descriptors can't be buffered")
+            return self._drop("it does not read, and descriptors can't be buffered", UNSENT)
         self._unsent += data[sent:]
         if self._unsent:
             self._loop.remove_reader(self._socket)
@@ -206,8 +213,14 @@ class _Connection:
             self._loop.remove_writer(self._socket)
             self._loop.add_reader(self._socket, self._read)
 
-    def _drop(self, why: str) -> None:
-        log.warning("a caller of the local socket was dropped: %s", why)
+    def _drop(self, why: str, reason: str) -> None:
+        """Ends the connection.
+
+        Args:
+            why: for the caller.
+            reason: for the log, without anything that the caller has sent.
+        """
+        self._server.refusals.count(reason, f"pid {self._pid}")
         if not self._unsent:
             with contextlib.suppress(OSError):
                 code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
@@ -246,8 +259,7 @@ class _Connection:
         if kind != "report" and len(body) > REQUEST_MAX:
             raise ValueError(f"a request of {len(body)} bytes; the limit is {REQUEST_MAX}")
         try:
-            # The trainer may have said Hello to an earlier daemon of another version of reft.
-            messages.check_protocol(request.protocol, request.oldest, "you speak", f"this daemon (reft {__version__})")
+            self._check_protocol(request, "you speak" if kind == "who" else "the trainer speaks")
             if kind == "report":
                 self._handle_report(request.report)
             elif kind == "slots":
@@ -260,6 +272,18 @@ class _Connection:
             self._refuse(error, 1)
         finally:
             close_all(self._received)  # descriptors that no handler took
+
+    def _check_protocol(self, request: pb.LocalRequest, who: str) -> None:
+        """Refuses a trainer that said Hello to an earlier daemon, of another version of reft.
+
+        Raises:
+            AttachError: the sides have no protocol in common. `status` says so, too.
+        """
+        try:
+            messages.check_protocol(request.protocol, request.oldest, who, f"this daemon (reft {__version__})")
+        except AttachError as error:
+            trainers.note_trouble(self._server.registry.jobs.values(), self._pid, str(error))
+            raise
 
     def _refuse(self, error: ReftError, requests: int) -> None:
         """Refuses `requests` requests, and all reports that wait for a reply.
@@ -377,15 +401,10 @@ def _caller_of(pid: int) -> pb.Caller:
     """Returns the caller's process, as this daemon sees it.
 
     Raises:
-        AttachError: this daemon can't see the process, and so would not notice its death.
+        AttachError: this daemon can't see the process, or can't examine it now.
     """
     try:
-        stat = stat_of(pid)
+        own = caller_process(pid)
     except OSError as error:
         raise shortage.shortage_error(error) from error
-    if stat is None:
-        raise AttachError(
-            "the caller lives in a pid namespace that this daemon does not see.",
-            "run reft-daemon in the trainers' container, or in the host's pid namespace (hostPID, --pid=host)",
-        )
-    return pb.Caller(pid=pid, pid_start=stat.start, parent=stat.parent)
+    return pb.Caller(pid=own.process.pid, pid_start=own.process.start, parent=own.parent)

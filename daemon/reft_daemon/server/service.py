@@ -1,52 +1,48 @@
-"""The daemon's gRPC services: check callers, translate errors, call the registry."""
+"""The daemon's gRPC services: what is done for calls that `judge.py` has admitted."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 from reft.core.commit.gradient_records import RECORD_SLOTS_MAX
 from reft.core.membership.job_identity import check_name
 from reft.core.recovery.survey_timeout import WHOLE_S, survey_timeout_s
 from reft.errors import AttachError, ConfigError, ReftError
-from reft.wire import local_socket, messages, rpc
+from reft.log_lines import audit
+from reft.wire import local_socket, messages
+from reft.wire.proof import CERTIFIED
 from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
-from reft_daemon.arena import shortage
 from reft_daemon.arena.headers import header_messages, header_of, sealed_versions
 from reft_daemon.jobs import capsules, rounds, slot_reads, trainers
 from reft_daemon.jobs.inventory import fill_inventory
-from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.jobs.leases import FENCE_DEADLINE_S
-from reft_daemon.membership.monitors import JobNotWatched
-from reft_daemon.peers.round_replicator import reason_of
-from reft_daemon.peers.survey_dedup import clear_known_manifests, digests_of, without_repeats
+from reft_daemon.jobs.job_record import UNKNOWN, JobRecord, whole_words
+from reft_daemon.jobs.leases import FENCE_DEADLINE_S, caller_process
+from reft_daemon.peers.channels import UnprovedReply, call_paced, reason_of, remedy_of
+from reft_daemon.peers.survey_dedup import clear_repeats, digests_of, known_fields, known_manifests
 from reft_daemon.rebuild.rebuild import Rebuild
-from reft_daemon.registry import Registry, UnknownJob, living_pids
+from reft_daemon.registry import Registry, living_pids
+from reft_daemon.server.judge import AdmittedCall, CallRefused
 
 STATUS_DEADLINE_S = 1.0
 REBUILD_DEADLINE_S = 3600.0  # for a forwarded rebuild: time enough to read a node's memory
-Context = grpc.aio.ServicerContext
 R = TypeVar("R", pb.ReadRequest, pb.CapsuleRequest)
 
 
 @dataclass(frozen=True)
 class DaemonIdentity:
-    """This daemon as other processes see it.
-
-    Attributes:
-        trusts_peers: whether TLS, loopback or --insecure has admitted all callers over TCP.
-    """
+    """This daemon as other processes see it."""
 
     node: str
     domain: str
@@ -55,28 +51,6 @@ class DaemonIdentity:
     limit_bytes: int
     tls: bool
     unattended: bool
-    trusts_peers: bool
-
-
-def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Turns errors of reft and of the system into gRPC statuses.
-
-    Any other exception is a bug: the call ends with the exception's name.
-    """
-
-    @functools.wraps(method)
-    async def call(self: Any, request: Any, context: Context) -> Any:
-        try:
-            return await method(self, request, context)
-        except (UnknownJob, JobNotWatched) as error:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-        except ReftError as error:
-            await context.abort(slot_reads.status_of(error), str(error))
-        except OSError as error:
-            # not DATA_LOSS: the error does not show that data is damaged
-            await context.abort(grpc.StatusCode.INTERNAL, str(shortage.shortage_error(error)))
-
-    return call
 
 
 @contextlib.contextmanager
@@ -91,124 +65,130 @@ def _naming_node(node: pb.Node) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            raise AttachError(f"node {node.name} can't be reached: {reason_of(error)}.", "check its daemon") from error
+            raise _unreachable(node, error) from error
         raise slot_reads.UnreadableSlot(error.code(), f"node {node.name}: {reason_of(error)}") from error
     except OSError as error:
-        raise AttachError(f"node {node.name} can't be reached: {reason_of(error)}.", "check its daemon") from error
+        raise _unreachable(node, error) from error
 
 
-def _is_local(context: Context) -> bool:
-    return context.peer().startswith("unix:")
+def _unreachable(node: pb.Node, error: BaseException) -> AttachError:
+    reason = reason_of(error).rstrip(".")
+    return AttachError(f"node {node.name} can't be reached: {reason}.", remedy_of(error))
 
 
-async def authorise(registry: Registry, name: str, context: Context) -> None:
-    """Admits callers on the unix socket, and over TCP callers with the job's token."""
-    if _is_local(context):
-        return
-    job = registry.jobs.get(name)
-    if job is None or not rpc.has_token(context.invocation_metadata(), job.record.manifest.token):
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the job's token")
+def _refuse_passing_on(job: JobRecord, call: AdmittedCall) -> None:
+    """Raises CallRefused for a call of another node that only the coordinator can answer."""
+    if not call.is_local and job.round is not None and job.round.index != 0:
+        text = "calls over TCP are not passed on, and this node is not the coordinator of the job"
+        raise CallRefused(grpc.StatusCode.PERMISSION_DENIED, text)
 
 
-async def _refuse_remote(context: Context) -> None:
-    """Admits only callers on the unix socket: storage has all jobs of this user."""
-    if not _is_local(context):
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "storage is read only for callers on the unix socket")
+class HealthService:
+    """Answers the probes of Kubernetes, and of others who know gRPC's health service."""
 
-
-async def authorise_agents(registry: Registry, name: str, context: Context) -> None:
-    """Admits callers on the unix socket, and over TCP callers with the agents' token.
-
-    Unlike `authorise`, this works before the first attach. Without agents the token is the
-    manifest's.
-    """
-    if _is_local(context):
-        return
-    token = registry.heartbeat_service.monitors.token(name)
-    if not token or not rpc.has_token(context.invocation_metadata(), token):
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the token of the job's agents")
+    async def Check(self, request: health_pb2.HealthCheckRequest, call: AdmittedCall) -> health_pb2.HealthCheckResponse:
+        if request.service:
+            raise CallRefused(grpc.StatusCode.NOT_FOUND, f"this daemon has no health of a service {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
 class DaemonService(pb_grpc.DaemonServicer):
-    """The calls of trainers and of the CLI."""
+    """The calls of trainers and of the CLI.
 
-    def __init__(self, registry: Registry, identity: DaemonIdentity) -> None:
+    Args:
+        registry: the jobs of this daemon.
+        identity: of this daemon.
+        refused: returns what was refused at the doors, at a time of the monotonic clock.
+    """
+
+    def __init__(
+        self, registry: Registry, identity: DaemonIdentity, refused: Callable[[float], pb.RefusedStatus]
+    ) -> None:
         self._registry = registry
         self._identity = identity
+        self._refused = refused
         self._rebuilding = asyncio.Lock()  # one rebuild at a time: each takes much memory
 
-    @translated
-    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
+    async def Hello(self, request: pb.HelloRequest, call: AdmittedCall) -> pb.HelloReply:
+        reply = pb.HelloReply(protocol=messages.PROTOCOL, oldest=messages.OLDEST, node_id=self._registry.arena.node_id)
+        if not call.is_local:
+            return reply
         messages.check_protocol(request.protocol, request.oldest, "you speak", f"this daemon (reft {__version__})")
-        if request.agent_pid and _is_local(context):
+        if request.agent_pid:
             self._registry.keep_for_agent(request.agent_pid)
-        if request.job and _is_local(context):
+        if request.job:
             self._registry.restart_idle_time()
         identity, job = self._identity, self._registry.jobs.get(request.job)
-        held = job is not None and job.record.had_whole and _is_local(context)
-        return pb.HelloReply(
-            protocol=messages.PROTOCOL, oldest=messages.OLDEST, node=identity.node,
-            node_id=self._registry.arena.node_id, addresses=identity.addresses, version=__version__, pid=os.getpid(),
-            domain=identity.domain, local_socket=identity.local_socket,
-            held=held, tls=identity.tls, unattended=identity.unattended,
-            persists=self._registry.persists.settings is not None,
+        job_token = self._registry.heartbeat_service.monitors.job_token(request.launch)
+        reply.MergeFrom(
+            pb.HelloReply(
+                node=identity.node, addresses=identity.addresses, version=__version__, pid=os.getpid(),
+                domain=identity.domain, local_socket=identity.local_socket,
+                held=job is not None and job.record.had_whole, tls=identity.tls, unattended=identity.unattended,
+                persists=self._registry.persists.settings is not None, job_token=job_token,
+            )
         )  # fmt: skip
+        return reply
 
-    @translated
-    async def Inventory(self, request: pb.InventoryRequest, context: Context) -> pb.InventoryReply:
-        await authorise(self._registry, request.job, context)
+    async def Inventory(self, request: pb.InventoryRequest, call: AdmittedCall) -> pb.InventoryReply:
         # A token admits to one job. Names and scripts of other jobs are only for callers that can
         # open the socket.
-        others = [
-            _other_job(job) for job in self._registry.jobs.values() if job.id != request.job and _is_local(context)
-        ]
+        others = [_other_job(job) for job in self._registry.jobs.values() if job.id != request.job and call.is_local]
         reply = pb.InventoryReply(others=others, node=self._identity.node, node_id=self._registry.arena.node_id)
         reply.known.extend(self._registry.known_steps(request.job, self._identity.node))
         reply.slots.extend(
             header_messages(request.job, self._registry.persists.reader.opened.get(request.job, {}).values())
         )
+        self._registry.arena.job_files.refuse_damaged(request.job)
         job = self._registry.jobs.get(request.job)
         if job is None:
             reply.room_bytes = self._registry.arena.room_bytes()
             return reply
         if request.end_orphans:
-            await trainers.end_orphans(job, request.launch, request.pids)
+            await trainers.end_orphans(job, request.launch, request.pids, str(call.caller))
             await self._registry.turns.hold(job)
         reply.room_bytes = self._registry.arena.room_bytes() + job.held_bytes
-        fill_inventory(reply, job)
-        clear_known_manifests(reply, request.known)
+        fill_inventory(reply, job, known_fields(job.record, request.known))
         return reply
 
-    @translated
-    async def Survey(self, request: pb.SurveyRequest, context: Context) -> pb.SurveyReply:
-        await authorise(self._registry, request.job, context)
+    async def Survey(self, request: pb.SurveyRequest, call: AdmittedCall) -> bytes:
+        """Returns the bytes of a SurveyReply.
+
+        Each node's part is made when the node has answered: the slots of a hundred thousand ranks
+        have tens of megabytes. In protobuf, parts of a message one after the other are the message.
+        """
         record = self._registry.get(request.job).record
         heartbeat_service, has_round = self._registry.heartbeat_service, request.HasField("round")
         given_up_s = (
             heartbeat_service.monitors.given_up_s(request.job, request.launch, request.round) if has_round else {}
         )
-        patience = {node.id: survey_timeout_s(given_up_s.get(node.id), request.again) for node in request.nodes}
-        token, known = record.manifest.token, digests_of(record)
-        calls = (self._survey(node, token, request, known, patience[node.id]) for node in request.nodes)
-        return pb.SurveyReply(nodes=without_repeats(record, await asyncio.gather(*calls)))
+        tokens, digests, known = self._tokens(request), digests_of(record), known_manifests(record)
+
+        async def ask(node: pb.Node) -> bytes:
+            patience_s = survey_timeout_s(given_up_s.get(node.id), request.again)
+            surveyed = await self._survey(node, tokens, request, digests, patience_s)
+            clear_repeats(known, surveyed.reply)
+            return pb.SurveyReply(nodes=[surveyed]).SerializeToString()
+
+        return b"".join(await call_paced(ask, request.nodes))
 
     async def _survey(
-        self, node: pb.Node, token: bytes, request: pb.SurveyRequest, known: list[int], wait_s: float
+        self, node: pb.Node, tokens: Sequence[bytes], request: pb.SurveyRequest, known: list[int], wait_s: float
     ) -> pb.SurveyedNode:
         """Returns one node's inventory, or the reason why there is none.
 
         A node that answers gets further time to end its orphans.
         """
         inventory = pb.InventoryRequest(job=request.job, launch=request.launch, known=known)
-        surveyed = await self._request_inventory(node, token, inventory, wait_s)
+        surveyed = await self._request_inventory(node, tokens, inventory, wait_s)
         surveyed.brief = not request.again and wait_s < WHOLE_S
         if not request.end_orphans or not surveyed.HasField("reply"):
             return surveyed
         inventory.end_orphans = True
-        return await self._request_inventory(node, token, inventory, FENCE_DEADLINE_S + WHOLE_S)
+        return await self._request_inventory(node, tokens, inventory, FENCE_DEADLINE_S + WHOLE_S)
 
     async def _request_inventory(
-        self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest, deadline_s: float
+        self, node: pb.Node, tokens: Sequence[bytes], inventory: pb.InventoryRequest, deadline_s: float
     ) -> pb.SurveyedNode:
         if self._registry.peers.is_self(node):
             # Its arena is gone: this daemon began with an empty folder, so it has another id.
@@ -222,7 +202,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         )
         share_s = deadline_s / max(tcp_addresses, 1)
         call = self._registry.peers.call(
-            node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s, reconnect=True
+            node, tokens, pb_grpc.DaemonStub, "Inventory", inventory, share_s, reconnect=True
         )
         try:
             reply = await asyncio.wait_for(call, deadline_s)
@@ -230,24 +210,18 @@ class DaemonService(pb_grpc.DaemonServicer):
             return pb.SurveyedNode(node=node, trouble=reason_of(error))
         return pb.SurveyedNode(node=node, reply=reply)  # type: ignore[arg-type]
 
-    @translated
-    async def Stored(self, request: pb.StoredRequest, context: Context) -> pb.StoredReply:
-        await _refuse_remote(context)
+    async def Stored(self, request: pb.StoredRequest, call: AdmittedCall) -> pb.StoredReply:
         return await self._registry.persists.reader.stored(request)
 
-    @translated
-    async def OpenStored(self, request: pb.OpenStoredRequest, context: Context) -> pb.OpenStoredReply:
-        await _refuse_remote(context)
+    async def OpenStored(self, request: pb.OpenStoredRequest, call: AdmittedCall) -> pb.OpenStoredReply:
         return await self._registry.open_stored(request)
 
-    @translated
-    async def FetchCapsule(self, request: pb.CapsuleRequest, context: Context) -> pb.CapsuleRecord:
-        await authorise(self._registry, request.job, context)
+    async def FetchCapsule(self, request: pb.CapsuleRequest, call: AdmittedCall) -> pb.CapsuleRecord:
         if request.HasField("node"):
-            node, passed, token = await self._forwarded_request(request, context)
+            node, passed, tokens = self._forwarded_request(request)
             with _naming_node(node):
                 return await self._registry.peers.call(  # type: ignore[return-value]
-                    node, token, pb_grpc.DaemonStub, "FetchCapsule", passed, context.time_remaining()
+                    node, tokens, pb_grpc.DaemonStub, "FetchCapsule", passed, call.left_s
                 )
         version = messages.version_from(request.version)
         if record := self._registry.persists.reader.capsule(request.job, request.rank, version):
@@ -255,212 +229,224 @@ class DaemonService(pb_grpc.DaemonServicer):
         record = capsules.capsule(self._registry.get(request.job), request.rank, version)
         if record is None:
             message = f"no capsule of rank {request.rank}, {version}, of job {request.job} here"
-            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+            raise CallRefused(grpc.StatusCode.NOT_FOUND, message)
         return record
 
-    @translated
-    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinReply:
-        await authorise(self._registry, request.job, context)
+    async def Pin(self, request: pb.PinRequest, call: AdmittedCall) -> pb.PinReply:
         whole = rounds.pin(self._registry.get(request.job), request)
         return pb.PinReply(whole=whole.step if whole else None)
 
-    @translated
-    async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideReply:
-        await authorise(self._registry, request.manifest.job, context)
+    async def Decide(self, request: pb.DecideRequest, call: AdmittedCall) -> pb.DecideReply:
         if request.HasField("node"):
-            if not _is_local(context):
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "calls are forwarded only from the unix socket")
-            node, token, passed = request.node, request.manifest.token, pb.DecideRequest()
+            if not request.goes_back:
+                raise ConfigError("only a decision to go back is passed on; attach decides on each node.")
+            node, tokens, passed = request.node, messages.known_tokens(request.manifest), pb.DecideRequest()
             passed.CopyFrom(request)
             passed.ClearField("node")
             with _naming_node(node):
                 return await self._registry.peers.call(  # type: ignore[return-value]
-                    node, token, pb_grpc.DaemonStub, "Decide", passed, context.time_remaining()
+                    node, tokens, pb_grpc.PeerStub, "GoBack", passed, call.left_s
                 )
         await self._registry.decide(request)
         return pb.DecideReply()
 
-    @translated
-    async def StoreDecision(self, request: pb.StoreDecisionRequest, context: Context) -> pb.StoreDecisionReply:
-        await _refuse_remote(context)
-        check_name(request.job)
+    async def StoreDecision(self, request: pb.StoreDecisionRequest, call: AdmittedCall) -> pb.StoreDecisionReply:
+        messages.check_decision(check_name(request.job), request.decision)
         decision = messages.decision_from(request.decision)
         await self._registry.persists.reader.store_decision(request.job, request.lineage, decision)
         return pb.StoreDecisionReply()
 
-    @translated
-    async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseReply:
-        await authorise(self._registry, request.job, context)
+    async def Lease(self, request: pb.LeaseRequest, call: AdmittedCall) -> pb.LeaseReply:
         _check_sizes(request)
-        slots = await self._registry.lease(request)
+        slots = await self._registry.lease(request, caller_process(call.caller.pid, call.caller.start))
         leased = [pb.LeasedSlot(name=slot.name, file_bytes=slot.file_bytes) for slot in slots]
         return pb.LeaseReply(slots=leased, backing=self._registry.get(request.job).slots.backing)
 
-    @translated
-    async def Secure(self, request: pb.SecureRequest, context: Context) -> pb.SecureReply:
-        await authorise(self._registry, request.job, context)
+    async def Secure(self, request: pb.SecureRequest, call: AdmittedCall) -> pb.SecureReply:
         await self._registry.secure(request)
         return pb.SecureReply()
 
-    @translated
-    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
-        await authorise(self._registry, request.job, context)
-        self._registry.release(request)
+    async def Release(self, request: pb.ReleaseRequest, call: AdmittedCall) -> pb.ReleaseReply:
+        self._registry.release(request, call.caller.pid)
         return pb.ReleaseReply()
 
-    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Chunk]:
+    async def Read(self, request: pb.ReadRequest, call: AdmittedCall) -> AsyncIterator[pb.Chunk]:
         """Yields bytes of a sealed slot, for a rank that now runs on another node."""
-        await authorise(self._registry, request.job, context)
-        try:
-            async for data in self._read(request, context):
-                yield pb.Chunk(data=data)
-        except ReftError as error:
-            await context.abort(slot_reads.status_of(error), str(error))
-
-    async def _read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[bytes]:
         if not request.HasField("node"):
             async for data in slot_reads.read(self._registry.jobs.get(request.job), request):
-                yield data
+                yield pb.Chunk(data=data)
             return
-        node, passed, token = await self._forwarded_request(request, context)
-        pieces = self._registry.peers.pieces(node, token, passed, context.time_remaining())
+        node, passed, tokens = self._forwarded_request(request)
+        pieces = self._registry.peers.pieces(node, tokens, passed, call.left_s)
         with _naming_node(node):
             async with contextlib.aclosing(pieces):
                 async for data in pieces:
-                    yield data
+                    yield pb.Chunk(data=data)
 
-    async def _forwarded_request(self, request: R, context: Context) -> tuple[pb.Node, R, bytes]:
-        """Returns the node to ask, the request for it, and the job's token.
+    def _forwarded_request(self, request: R) -> tuple[pb.Node, R, list[bytes]]:
+        """Returns the node to ask, the request for it, and the job's tokens.
 
         Daemons have certificates and know each other's addresses. A trainer needs neither, because
         its own daemon forwards the call.
         """
-        if not _is_local(context):
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "calls are forwarded only for callers on the unix socket"
-            )
         forwarded = type(request)()
         forwarded.CopyFrom(request)
         forwarded.ClearField("node")
-        return request.node, forwarded, self._registry.get(request.job).record.manifest.token
+        forwarded.ClearField("tokens")
+        return request.node, forwarded, self._tokens(request)
 
-    @translated
-    async def Rebuild(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
-        name = request.manifest.job
-        if name in self._registry.jobs or not self._identity.trusts_peers:
-            await authorise(self._registry, name, context)
+    def _tokens(self, request: pb.SurveyRequest | pb.ReadRequest | pb.CapsuleRequest) -> list[bytes]:
+        """Returns the tokens for calls to nodes of a job: this daemon's, then the caller's."""
+        known = messages.known_tokens(self._registry.get(request.job).record.manifest)
+        return list(dict.fromkeys((*known, *request.tokens)))
+
+    async def Rebuild(self, request: pb.RebuildRequest, call: AdmittedCall) -> pb.RebuildReply:
         if request.HasField("onto") and not self._registry.peers.is_own(request.onto):
-            return await self._forward_rebuild(request, context)
+            return await self._forward_rebuild(request)
         async with self._rebuilding:
             return await Rebuild(self._registry, request).run()
 
-    async def _forward_rebuild(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
+    async def _forward_rebuild(self, request: pb.RebuildRequest) -> pb.RebuildReply:
         """Forwards the request to the daemon that is to rebuild.
 
         Only daemons may be able to reach that daemon.
         """
         job = self._registry.get(request.manifest.job)
-        await authorise(self._registry, job.id, context)
         slot_reads.refuse_living(job)
-        onto, token = request.onto, job.record.manifest.token
         forwarded = pb.RebuildRequest()
         forwarded.CopyFrom(request)
         forwarded.ClearField("onto")
+        onto = request.onto
         try:
             reply = await self._registry.peers.call(
-                onto, token, pb_grpc.DaemonStub, "Rebuild", forwarded, REBUILD_DEADLINE_S
+                onto, self._rebuild_tokens(job), pb_grpc.DaemonStub, "Rebuild", forwarded, REBUILD_DEADLINE_S
             )
+        except UnprovedReply as error:
+            raise AttachError(
+                f"the daemon at {onto.addresses[0]} does not hold job {job.id}, and takes no job from this node: "
+                f"{reason_of(error)}",
+                f"run reft-cli recover {job.id} on that node, or give the daemons certificates",
+            ) from error
         except grpc.RpcError as error:
-            await context.abort(error.code(), f"daemon {onto.addresses[0]}: {error.details()}")
+            raise CallRefused(error.code(), f"daemon {onto.addresses[0]}: {error.details()}") from error
         return reply  # type: ignore[return-value]
 
-    @translated
-    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
-        await authorise(self._registry, request.job, context)
+    def _rebuild_tokens(self, job: JobRecord) -> list[bytes]:
+        """Returns what may admit this daemon to one that is to rebuild a job.
+
+        The other daemon may hold the job, may know it from its agent, or may know only this user.
+        """
+        agents_tokens = self._registry.heartbeat_service.monitors.tokens(job.id)
+        certified = [CERTIFIED] if self._identity.tls else []
+        return list(dict.fromkeys([*messages.known_tokens(job.record.manifest), *agents_tokens, *certified]))
+
+    async def Status(self, request: pb.StatusRequest, call: AdmittedCall) -> pb.StatusReply:
         registry, beats = self._registry, self._registry.heartbeat_service.sender
-        if request.job:
+        damaged = [each for each in registry.arena.job_files.damaged.values() if request.job in ("", each.job)]
+        if request.job and not damaged:
             registry.get(request.job)
         jobs = [job for job in registry.jobs.values() if not request.job or job.id == request.job]
-        statuses = [_status(job, self._identity.node, registry.ttl_s.left_s(job)) for job in jobs]
-        for job, each in zip(jobs, statuses, strict=True):
-            each.signals.extend(registry.heartbeat_service.status(each.job))
+        reply = pb.StatusReply(
+            jobs=[
+                _status(
+                    job,
+                    self._identity.node,
+                    registry.ttl_s.left_s(job, registry.heartbeat_service.monitors.agent_of(job.id)),
+                )
+                for job in jobs
+            ]
+        )
+        for job, each in zip(jobs, reply.jobs, strict=True):
             if exchange := registry.turns.status(job):
                 each.exchange.CopyFrom(exchange)
             if storage := registry.persists.status(job):
                 each.storage.CopyFrom(storage)
+        for each in reply.jobs:
+            each.signals.extend(await registry.heartbeat_service.status(each.job, is_brief=not call.is_local))
         if request.deep:
-            await asyncio.gather(*(self._ask_peers(job, status) for job, status in zip(jobs, statuses, strict=True)))
-        return pb.StatusReply(
+            await asyncio.gather(*(self._ask_peers(job, status) for job, status in zip(jobs, reply.jobs, strict=True)))
+        own = pb.StatusReply(
             node=self._identity.node, node_id=registry.arena.node_id, version=__version__, pid=os.getpid(),
             held_bytes=registry.arena.held_bytes, limit_bytes=self._identity.limit_bytes,
-            directory=str(registry.arena.folder), jobs=statuses, domain=self._identity.domain,
+            directory=str(registry.arena.folder), domain=self._identity.domain,
             round_bytes_sent=registry.peers.sent["Gather"] + registry.peers.sent["Announce"],
             capsule_bytes_sent=registry.peers.sent["Keep"],
             beat_bytes_sent=beats.peers.sent["Beat"], beats_sent=beats.beats_sent,
             spare_bytes=registry.arena.pool.bytes, spare_limit_bytes=registry.arena.pool.want.bytes,
             scrubbed_bytes=registry.scrubbed.read_bytes, damaged_slots=registry.scrubbed.damaged,
             repaired_slots=registry.scrubbed.repaired, agents=living_pids(registry.agents),
+            damaged=[
+                pb.DamagedJob(job=each.job, reason=each.reason, held_bytes=each.held_bytes, slots=each.slots)
+                for each in damaged if call.is_local
+            ],
+            refused=self._refused(time.monotonic()) if call.is_local else None,
         )  # fmt: skip
+        reply.MergeFrom(own)
+        return reply
 
     async def _ask_peers(self, job: JobRecord, status: pb.JobStatus) -> None:
         """Adds the status of the job's other daemons; names those that don't answer."""
         manifest = job.record.manifest
         others = [node for i, node in enumerate(manifest.nodes) if i != job.record.node_index]
-        request = pb.StatusRequest(job=job.id)
-        calls = (
-            self._registry.peers.call(node, manifest.token, pb_grpc.DaemonStub, "Status", request, STATUS_DEADLINE_S)
-            for node in others
-        )
-        for node, reply in zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(reply, pb.StatusReply) and reply.jobs:
-                status.ranks.extend(reply.jobs[0].ranks)
-                status.whole = max(status.whole, reply.jobs[0].whole)
-                status.held_bytes += reply.jobs[0].held_bytes
-                status.peak_bytes += reply.jobs[0].peak_bytes
-                merge_signals(status, reply.jobs[0])
-                merge_end(status, reply.jobs[0])
-                if reply.jobs[0].HasField("storage"):  # from the coordinator
-                    status.storage.CopyFrom(reply.jobs[0].storage)
-            else:
-                status.silent_nodes.append(node.name)
+        request, tokens = pb.StatusRequest(job=job.id), messages.known_tokens(manifest)
+        gravest = {each.node_id: each for each in status.signals}
 
-    @translated
-    async def AgentBeat(self, request: pb.AgentBeatRequest, context: Context) -> pb.AgentBeatReply:
-        await authorise_agents(self._registry, request.job, context)
+        async def ask(node: pb.Node) -> pb.JobStatus | None:
+            call = self._registry.peers.call(node, tokens, pb_grpc.DaemonStub, "Status", request, STATUS_DEADLINE_S)
+            try:
+                reply: pb.StatusReply = await call  # type: ignore[assignment]
+            except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError):
+                return None
+            if not reply.jobs:
+                return None
+            merge_signals(gravest, reply.jobs[0].signals)
+            return reply.jobs[0]
+
+        for node, theirs in zip(others, await call_paced(ask, others), strict=True):
+            if theirs is None:
+                status.silent_nodes.append(node.name)
+            else:
+                merge_status(status, theirs)
+                await asyncio.sleep(0)  # other calls go on between thousands of nodes
+        signals = list(gravest.values())
+        del status.signals[:]
+        status.signals.extend(signals)
+        await asyncio.sleep(0)  # what follows is one slice: the reply's bytes
+
+    async def AgentBeat(self, request: pb.AgentBeatRequest, call: AdmittedCall) -> pb.AgentBeatReply:
         return self._registry.heartbeat_service.agent_beat(request)
 
-    @translated
-    async def Signals(self, request: pb.SignalsRequest, context: Context) -> pb.SignalsReply:
-        await authorise_agents(self._registry, request.job, context)
+    async def Signals(self, request: pb.SignalsRequest, call: AdmittedCall) -> pb.SignalsReply:
         return await self._registry.heartbeat_service.signals(request)
 
-    @translated
-    async def Purge(self, request: pb.PurgeRequest, context: Context) -> pb.PurgeReply:
-        await authorise(self._registry, request.job, context)
-        job = self._registry.get(request.job)
-        if job.is_live:
-            raise ConfigError(f"job {job.id} is being trained.", "end its trainers first")
-        if not request.memory_only:
-            await self._registry.persists.end_lineage(job)
-        return pb.PurgeReply(freed_bytes=self._registry.purge(job.id))
+    async def Purge(self, request: pb.PurgeRequest, call: AdmittedCall) -> pb.PurgeReply:
+        whole_step = UNKNOWN
+        if request.job not in self._registry.arena.job_files.damaged:
+            job = self._registry.get(request.job)
+            whole_step = whole_words(job)
+            if job.is_live:
+                raise ConfigError(f"job {job.id} is being trained.", "end its trainers first")
+            if not request.memory_only:
+                await self._registry.persists.end_lineage(job)
+        freed_bytes = self._registry.purge(request.job)
+        audit("purge", job=request.job, by=call.caller, whole_step=whole_step, freed_bytes=freed_bytes)
+        return pb.PurgeReply(freed_bytes=freed_bytes)
 
-    @translated
-    async def PersistJob(self, request: pb.PersistJobRequest, context: Context) -> pb.PersistJobReply:
-        await authorise(self._registry, request.job, context)
+    async def PersistJob(self, request: pb.PersistJobRequest, call: AdmittedCall) -> pb.PersistJobReply:
         job = self._registry.get(request.job)
+        _refuse_passing_on(job, call)
         try:
             return await self._registry.persists.request(job, request)
         except grpc.RpcError as error:
-            await context.abort(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}")
+            raise CallRefused(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}") from error
 
-    @translated
-    async def Hold(self, request: pb.HoldRequest, context: Context) -> pb.HoldReply:
-        await authorise(self._registry, request.job, context)
+    async def Hold(self, request: pb.HoldRequest, call: AdmittedCall) -> pb.HoldReply:
         job = self._registry.get(request.job)
+        _refuse_passing_on(job, call)
         try:
             return await self._registry.persists.holds.hold(job, request)
         except grpc.RpcError as error:
-            await context.abort(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}")
+            raise CallRefused(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}") from error
 
 
 class PeerService(pb_grpc.PeerServicer):
@@ -469,34 +455,32 @@ class PeerService(pb_grpc.PeerServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    @translated
-    async def Keep(self, request: pb.KeepRequest, context: Context) -> pb.KeepReply:
-        await authorise(self._registry, request.job, context)
+    async def Keep(self, request: pb.KeepRequest, call: AdmittedCall) -> pb.KeepReply:
         capsules.keep(self._registry.get(request.job), request)
         return pb.KeepReply()
 
-    @translated
-    async def OpenBulk(self, request: pb.OpenBulkRequest, context: Context) -> pb.OpenBulkReply:
-        await authorise(self._registry, request.job, context)
+    async def OpenBulk(self, request: pb.OpenBulkRequest, call: AdmittedCall) -> pb.OpenBulkReply:
         job = self._registry.get(request.job)
         job.check_epoch(request.epoch)
         return await self._registry.turns.open_bulk(job)
 
-    @translated
-    async def Persist(self, request: pb.PersistRequest, context: Context) -> pb.PersistReply:
-        await authorise(self._registry, request.job, context)
+    async def Persist(self, request: pb.PersistRequest, call: AdmittedCall) -> pb.PersistReply:
         job = self._registry.get(request.job)
         job.check_epoch(request.epoch)
         return await self._registry.persists.writer.persist(job, request)
 
-    @translated
-    async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
-        await authorise_agents(self._registry, request.job, context)
+    async def GoBack(self, request: pb.DecideRequest, call: AdmittedCall) -> pb.DecideReply:
+        """Goes back to an earlier step, as a person on another node has decided."""
+        if not request.goes_back:
+            raise ConfigError("other nodes may only go back to a step; attach decides at the unix socket.")
+        self._registry.get(request.manifest.job)
+        await self._registry.decide(request)
+        return pb.DecideReply()
+
+    async def Beat(self, request: pb.BeatRequest, call: AdmittedCall) -> pb.BeatReply:
         return self._registry.heartbeat_service.beat(request)
 
-    @translated
-    async def Gather(self, request: pb.GatherRequest, context: Context) -> pb.Outcome:
-        await authorise(self._registry, request.job, context)
+    async def Gather(self, request: pb.GatherRequest, call: AdmittedCall) -> pb.Outcome:
         job = self._registry.get(request.job)
         job.check_epoch(request.epoch)
         try:
@@ -505,26 +489,36 @@ class PeerService(pb_grpc.PeerServicer):
             raise ConfigError(str(error)) from error
         return messages.outcome_to(job.id, job.epoch, outcome)
 
-    @translated
-    async def Announce(self, request: pb.Outcome, context: Context) -> pb.OutcomeReply:
-        await authorise(self._registry, request.job, context)
+    async def Announce(self, request: pb.Outcome, call: AdmittedCall) -> pb.OutcomeReply:
         job = self._registry.get(request.job)
         job.check_epoch(request.epoch)
         rounds.hear_outcome(job, messages.outcome_from(request))
         return pb.OutcomeReply()
 
 
-def merge_signals(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
+def merge_signals(gravest: dict[str, pb.NodeSignal], theirs: Iterable[pb.NodeSignal]) -> None:
     """Adds the signals that another daemon of the job sees.
 
-    The gravest signal of each node counts. Not every daemon watches every node.
+    Not every daemon watches every node.
+
+    Args:
+        gravest: node id → the gravest signal so far.
+        theirs: the signals of the other daemon.
     """
-    seen = {each.node_id: each for each in ours.signals}
-    for each in theirs.signals:
-        if each.node_id not in seen:
-            ours.signals.append(each)
-        elif each.signal > seen[each.node_id].signal:
-            seen[each.node_id].CopyFrom(each)
+    for each in theirs:
+        if each.node_id not in gravest or each.signal > gravest[each.node_id].signal:
+            gravest[each.node_id] = each
+
+
+def merge_status(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
+    """Adds the status of another daemon of the job, all but its signals."""
+    ours.ranks.extend(theirs.ranks)
+    ours.whole = max(ours.whole, theirs.whole)
+    ours.held_bytes += theirs.held_bytes
+    ours.peak_bytes += theirs.peak_bytes
+    merge_end(ours, theirs)
+    if theirs.HasField("storage"):  # from the coordinator
+        ours.storage.CopyFrom(theirs.storage)
 
 
 def merge_end(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
@@ -576,6 +570,7 @@ def _status(job: JobRecord, node: str, kept_s: float) -> pb.JobStatus:
         degraded=job.degraded.is_degraded, degraded_s=job.degraded.seconds,
         mismatched=sorted(job.round.outcome.mismatched) if job.round else [],
         held_bytes=job.held_bytes, peak_bytes=job.peak_bytes,
+        other_format_slots=len(job.slots.unreadable), other_format_bytes=sum(job.slots.unreadable.values()),
     )  # fmt: skip
     if not job.is_live:
         status.kept_s = kept_s
@@ -600,7 +595,7 @@ def _rank_status(job: JobRecord, rank: int, node: str) -> pb.RankStatus:
         wanted_slots=job.wanted_slots(rank),
     )
     if lease:
-        status.alive, status.closed = lease.watch is not None, lease.closed
+        status.alive, status.closed = lease.watch is not None, lease.has_ended_well
         status.trouble, status.pid = lease.trouble, lease.process.pid
     damaged = [slot.damaged for slot in job.slots.of_rank(rank) if slot.damaged and not header_of(job.id, slot)]
     if damaged and not status.trouble:

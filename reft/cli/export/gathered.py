@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reft.cli.export.sources import ExportState
-from reft.core.coding.erasure import run_columns
 from reft.core.layout.layout import Leaf
 from reft.core.layout.regions import ByteRuns
 from reft.core.recovery.export_match import ExportMatch, match_export
@@ -147,8 +146,7 @@ class GatheredState:
                 data = data[part.begin : part.end]
             else:
                 data = window[part.at - operation.begin :][:size]
-            runs = part.need.copy.within(part.begin, part.end)
-            yield GatheredBlock(part.need.name, data, runs._replace(old=runs.old - part.begin))
+            yield GatheredBlock(part.need.name, data, part.runs._replace(old=part.runs.old - part.at))
 
     # Lost slots
 
@@ -183,13 +181,14 @@ class GatheredState:
             for operation in plan.operations(READER):
                 if isinstance(operation, ReadOperation) and operation.slice is not None:
                     if operation.slice not in rows:
-                        rows[operation.slice] = _empty_rows(operation.slice)
+                        rows[operation.slice] = operation.slice.empty_rows()
                     for part in operation.parts:
-                        for begin, at, size in part.need.copy.within(part.begin, part.end).rows():
-                            first = part.at - part.begin + begin
-                            rows[operation.slice][at : at + size] = readers[operation.owner](first, first + size)
+                        for begin, at, size in part.runs.rows():
+                            rows[operation.slice][at : at + size] = readers[operation.owner](begin, begin + size)
                 elif isinstance(operation, DecodeOperation):
-                    _decode_slice(operation.slice, rows.pop(operation.slice), made)
+                    decoded = operation.slice.decode(rows.pop(operation.slice))
+                    for owner, begin, data in operation.slice.made_parts(decoded):
+                        made[owner][begin : begin + data.nbytes] = data
         except ValueError as error:
             raise AttachError(f"{state.version} can't be decoded: {error}.", "export another step") from error
 
@@ -206,22 +205,3 @@ class GatheredState:
 
 def _part(data: Bytes, begin: int, end: int) -> Bytes:
     return data[begin:end]
-
-
-def _empty_rows(stripe_slice: StripeSlice) -> Bytes:
-    packets = len(stripe_slice.shards) * stripe_slice.lane.code.w
-    rows = np.empty(packets * stripe_slice.width, np.uint8)
-    for begin, end in stripe_slice.zeros:
-        rows[begin:end] = 0
-    return rows
-
-
-def _decode_slice(stripe_slice: StripeSlice, rows: Bytes, made: Mapping[int, Bytes]) -> None:
-    """Computes the made packets of a slice from its rows, in their slots."""
-    width, packets, program = stripe_slice.width, rows.reshape(-1, stripe_slice.width), stripe_slice.program
-    places = [made[owner][begin:end] for owner, begin, end in stripe_slice.made_packets()]
-    outputs = [place if place.nbytes == width else np.empty(width, np.uint8) for place in places]
-    run_columns(program, [packets[stripe_slice.row(shard) + packet] for shard, packet in program.inputs], outputs)
-    for place, output in zip(places, outputs, strict=True):
-        if place.nbytes < width:
-            place[:] = output[: place.nbytes]

@@ -12,10 +12,12 @@ from reft.core.rehearsal.records import (
     AliveObject,
     AliveRecord,
     AttachRecord,
+    ForwardKind,
     MarkRecord,
     MoveRecord,
     RehearsalRecord,
     RehearsedAttempt,
+    UntracedRecord,
     attempts_of,
 )
 from reft.errors import FormatError, ReftError
@@ -45,11 +47,15 @@ def _mark(entry: Mapping[str, Any]) -> MarkRecord:
         entry["step"],
         entry["time"],
         tuple(entry["inputs"]),
+        entry["at_batch"],
         entry["at_forward"],
         entry["generators"],
         entry["groups"],
         entry["state"],
         entry["leaves"],
+        tuple(map(ForwardKind, entry["forwards"])),
+        entry["epoch_ends"],
+        entry["saves"],
     )
 
 
@@ -61,11 +67,16 @@ def _alive(entry: Mapping[str, Any]) -> AliveRecord:
     return AliveRecord([AliveObject(each["kind"], each["type"], each["name"]) for each in entry["objects"]])
 
 
+def _untraced(entry: Mapping[str, Any]) -> UntracedRecord:
+    return UntracedRecord(entry["reason"])
+
+
 _BY_KIND: Final[Mapping[str, Callable[[Mapping[str, Any]], RehearsalRecord]]] = {
     "attach": _attach,
     "mark": _mark,
     "moved": _move,
     "usual": _move,
+    "untraced": _untraced,
     "alive": _alive,
 }
 

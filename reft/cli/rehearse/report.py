@@ -11,6 +11,7 @@ from reft.cli.rehearse.run import RehearsalReport, RehearsalRequest
 from reft.core.rehearsal.causes import LikelyCause
 from reft.core.rehearsal.compare import MarkDifference
 from reft.core.rehearsal.judge import RehearsalOutcome
+from reft.core.rehearsal.reached import MomentKind, Reached, reached_lines
 from reft.core.text import counted, every, more
 
 SCHEMA_VERSION: Final = 1
@@ -68,7 +69,7 @@ def difference_words(difference: MarkDifference) -> str:
 def _field(label: str, text: str) -> Iterator[str]:
     """Yields a labelled text, in lines that fit a terminal."""
     yield from textwrap.wrap(
-        text, COLUMNS, initial_indent=f"  {label:<11}", subsequent_indent=" " * 13, break_on_hyphens=False
+        text, COLUMNS, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14, break_on_hyphens=False
     )
 
 
@@ -82,9 +83,12 @@ def _notes(report: RehearsalReport) -> Iterator[str]:
     if result.outcome in (RehearsalOutcome.EQUAL, RehearsalOutcome.FORGOTTEN):
         for each in result.suspects:
             yield from _field("look", f"the {each.kind} {each} is not in state=: restarts make it anew")
-    if result.busiest is not None:
-        yield from _field("reached", f"step {result.busiest} had the most inputs: validation or the like was in it")
-    beyond = f"what comes after step {result.through}: perhaps an epoch's end, validation, checkpoints of the script"
+    for text in result.unseen:
+        yield from _field("not seen", text)
+    for label, text in reached_lines(result.reached_before, result.reached_after).items():
+        more_steps = ". Raise --steps to reach more." if label == "not reached" and not report.is_short else ""
+        yield from _field(label, text + more_steps)
+    beyond = f"what comes after step {result.through}"
     if report.is_short:
         beyond = f"what the script does only in runs of more than {counted(report.steps, 'step')}"
     yield from _field("not tried", beyond)
@@ -114,9 +118,24 @@ def document(report: RehearsalReport) -> dict[str, Any]:
         },
         "causes": [_cause_document(each) for each in result.causes],
         "unseeded": list(result.unseeded),
+        "not_seen": list(result.unseen),
+        "reached": {
+            "before_kill": _reached_document(result.reached_before),
+            "after_kill": _reached_document(result.reached_after),
+        },
         "not_in_state": [{"kind": each.kind, "type": each.type, "name": each.name} for each in result.suspects],
         "logs": str(report.logs) if report.logs else None,
     }
+
+
+def _reached_document(moments: Reached) -> dict[str, dict[str, Any]]:
+    return {kind.name.lower(): _moment_document(moments, kind) for kind in MomentKind}
+
+
+def _moment_document(moments: Reached, kind: MomentKind) -> dict[str, Any]:
+    if event := moments.get(kind):
+        return {"state": "reached", "after_step": event.after_step, "how": event.how}
+    return {"state": "not reached" if kind in moments else "not seen", "after_step": None, "how": None}
 
 
 def _cause_document(cause: LikelyCause) -> dict[str, str]:

@@ -103,25 +103,34 @@ def _both(request: RehearsalRequest, logs: Path, say: Callable[[str], None]) -> 
     check_fresh("A", undisturbed)
     if steps < request.steps:
         say(f"The script has only {counted(steps, 'step')}.")
-    say(f"run B: {KILLED[request.kill]} after step {steps // 2}; {counted(len(undisturbed), 'rank')}")
-    with RehearsedTraining("b", commands[1], logs, request.timeout_s, stop_after=steps // 2) as training:
-        killed_after, killed_s, killed = _killed(training, request.kill, steps)
+    victim_step = kill_step(steps)
+    say(f"run B: {KILLED[request.kill]} after step {victim_step}; {counted(len(undisturbed), 'rank')}")
+    with RehearsedTraining("b", commands[1], logs, request.timeout_s, stop_after=victim_step) as training:
+        killed_after, killed_s, killed = _killed(training, request.kill, victim_step, steps)
     result = judge(undisturbed, killed, killed_s=killed_s, last_step=steps)
     is_equal = result.outcome is RehearsalOutcome.EQUAL
     return RehearsalReport(request, result, steps, steps < request.steps, killed_after, None if is_equal else logs)
 
 
-def _killed(training: RehearsedTraining, kill: str, steps: int) -> tuple[int, float, Attempts]:
-    """Follows run B through its kill to the last step.
+def kill_step(steps: int) -> int:
+    """Returns the step after which run B is killed: a little before the middle.
+
+    A short epoch of 16 batches, say, must not end just there: a loader without position would do
+    no harm.
+    """
+    return steps * 9 // 20
+
+
+def _killed(training: RehearsedTraining, kill: str, step: int, steps: int) -> tuple[int, float, Attempts]:
+    """Follows run B through its kill, after `step`, to the last step.
 
     Returns:
         The step of all ranks at the kill, the time of the kill, and all attempts.
     """
-    middle = steps // 2
-    if training.follow(middle) < middle:
-        raise RehearsalError(f"run B ended before step {middle}, and run A did not.\n{training.tail()}")
+    if training.follow(step) < step:
+        raise RehearsalError(f"run B ended before step {step}, and run A did not.\n{training.tail()}")
     check_fresh("B", training.attempts())
-    training.await_whole(middle)
+    training.await_whole(step)
     before = training.attempts()
     killed_s = training.kill(kill)
     completed = training.follow(steps, {rank: len(each) for rank, each in before.items()})

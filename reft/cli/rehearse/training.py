@@ -84,12 +84,13 @@ class RehearsedTraining:
             "REFT_REHEARSE": str(logs / name),
         }
         if stop_after is not None:
-            self._changes["REFT_FAILPOINTS"] = f"snapshot.chunk:stop:from={stop_after + 1}:epoch=1"
+            self._changes["REFT_FAILPOINTS"] = f"snapshot.chunk:stop:from={stop_after + 1}:times=1:epoch=1"
         if command.import_path:
             self._changes["PYTHONPATH"] = command.import_path
         self._timeout_s = timeout_s
         self._end_s = time.monotonic() + timeout_s
         self._relaunches = 0
+        self._survivors: list[psutil.Process] = []  # the ranks of run B that were not killed
         self._process = self._launch()
 
     def __enter__(self) -> RehearsedTraining:
@@ -155,6 +156,7 @@ class RehearsedTraining:
         while True:
             code = self._process.poll()  # asked first: what was written before the end counts
             completed = self.completed(after)
+            self._resume_survivors()
             if completed >= step or code == 0:
                 return completed
             if code is not None:
@@ -183,9 +185,11 @@ class RehearsedTraining:
             try:
                 jobs = ask(self._address, "Status", pb.StatusRequest(), STATUS_S).jobs
             except DaemonUnavailable as error:
-                raise RehearsalError(
-                    "the script names a daemon of its own.", "remove daemon= from reft.attach for the rehearsal"
-                ) from error
+                if not self._socket.exists():
+                    raise RehearsalError(
+                        "the script names a daemon of its own.", "remove daemon= from reft.attach for the rehearsal"
+                    ) from error
+                jobs = []  # a busy machine
             whole = max((job.whole for job in jobs), default=-1)
             if whole >= step or (whole >= 1 and time.monotonic() > patient_until_s):
                 return
@@ -205,7 +209,11 @@ class RehearsedTraining:
 
     @property
     def _address(self) -> str:
-        return f"unix:{self.folder / 'daemon.sock'}"
+        return f"unix:{self._socket}"
+
+    @property
+    def _socket(self) -> Path:
+        return self.folder / "daemon.sock"
 
     def kill(self, what: str) -> float:
         """Kills a rank, all ranks with what started them, or the daemon and a rank.
@@ -233,11 +241,18 @@ class RehearsedTraining:
         for pid in victims:
             with contextlib.suppress(psutil.NoSuchProcess):  # its parent took it along
                 living[pid].kill()
-        # The other ranks stand still in their copies: see stop_after. Their agent must be heard.
-        for pid in set(pids.values()) - set(victims):
-            with contextlib.suppress(psutil.NoSuchProcess):  # the agent was faster
-                living[pid].resume()
+        self._survivors = [living[pid] for pid in set(pids.values()) - set(victims)]
+        self._resume_survivors()
         return killed_s
+
+    def _resume_survivors(self) -> None:
+        """Resumes ranks that stand still in a copy: see stop_after. They must hear their agent.
+
+        A rank may stop after the kill only. So `follow` calls this again and again.
+        """
+        for each in self._survivors:
+            with contextlib.suppress(psutil.NoSuchProcess):  # the agent was faster
+                each.resume()
 
 
 def own_environment() -> dict[str, str]:

@@ -178,6 +178,8 @@ def announcement(
     if plan.base is None and not job.named:
         earlier = report.earlier_runs(plan.survey, plan.manifest.script)
         lines += earlier or ([] if context.launch.under_agent else [report.unnamed()])
+    if len(introduction.nodes) > 1 and context.launch.launch and not introduction.ranks.first.key_mark:
+        lines.append(report.NO_KEY)
     lines += report.exchange(plan.placement, introduction.nodes)
     lines += report.exposure(plan.placement)
     return lines + report.not_covered(context.request, introduction.state.tracked, world)

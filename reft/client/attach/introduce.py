@@ -8,6 +8,7 @@ compare     digests of replicas ═► all ranks ─► mismatched leaves
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +31,19 @@ from reft.client.link.exchange import RankMessage, gather, share
 from reft.client.memory.threads import ComputeThreads
 from reft.client.snapshot.replica_check import find_mismatched
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.config import Config, Launch
+from reft.config import Config, Launch, job_key_variables
 from reft.core.budget import default_slots
 from reft.core.layout.cells import Division
 from reft.core.membership.job_identity import JobIdentity
 from reft.core.persist.stored_names import LINEAGE_BYTES
 from reft.errors import AttachError, DaemonUnavailable
-from reft.wire import daemon_launcher, local_socket, manifest, rpc
+from reft.wire import daemon_launcher, job_key, local_socket, manifest, messages, rpc
 from reft.wire.manifest import division_of, domains_of, inline_bytes_max, layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
+
+JOB_TOKEN_S = 10.0  # an agent beats three times a second, and its daemon may just have been restarted
+JOB_TOKEN_PAUSE_S = 0.05
+AGENTS_KEY = "the agent's"  # instead of a key's mark: agents with different keys meet nowhere
 
 
 @dataclass(frozen=True)
@@ -54,17 +59,19 @@ class NodeDaemon:
 
     address: str
     hello: pb.HelloReply
-    caller: local_socket.Caller
+    caller: local_socket.CallerProcess
     deadline_s: float
 
     @classmethod
-    def find(cls, settings: Config, job: str) -> NodeDaemon:
+    def find(cls, settings: Config, launch: Launch, job: str) -> NodeDaemon:
         """Returns this node's daemon; starts a daemon if none was named and none runs.
 
         Raises:
-            ReftError: see `daemon_launcher.find`.
+            ReftError: see `daemon_launcher.find` and `await_job_token`.
         """
         address, hello = daemon_launcher.find(settings, job=job)
+        if launch.is_keyed:
+            hello = await_job_token(address, job, launch.launch)
         caller = local_socket.introduce(hello.local_socket, settings.attach_deadline_s)
         return cls(address, hello, caller, settings.attach_deadline_s)
 
@@ -92,6 +99,27 @@ class NodeDaemon:
             ReftError: the call failed, or the job is not persisted.
         """
         self.call("PersistJob", pb.PersistJobRequest(job=job), deadline_s)
+
+
+def await_job_token(address: str, job: str, launch: str) -> pb.HelloReply:
+    """Returns the daemon's HelloReply with the job's token.
+
+    The daemon has that token once it has heard the agent of this launch, which has the job key.
+
+    Raises:
+        AttachError: the daemon has not heard the agent in time.
+        DaemonUnavailable: the daemon does not answer.
+    """
+    end = time.monotonic() + JOB_TOKEN_S
+    while not (hello := daemon_launcher.hello(address, job=job, launch=launch)).job_token:
+        if time.monotonic() > end:
+            raise AttachError(
+                f"the torchrun agent has a job key, and within {JOB_TOKEN_S:.0f} s the daemon at {address} has not got the job's "
+                "token from it.",
+                "REFT_DAEMON must be the same for torchrun and its workers",
+            )
+        time.sleep(JOB_TOKEN_PAUSE_S)
+    return hello
 
 
 @dataclass(frozen=True)
@@ -191,7 +219,7 @@ def introduce_state(
         check_process_group(context.launch, context.rank_group.world)
         state = make_state()
         identity = IdentityFacts.of(context.settings, context.launch)
-        daemon = NodeDaemon.find(context.settings, identity.identify().id)
+        daemon = NodeDaemon.find(context.settings, context.launch, identity.identify().id)
         if memory is not None and daemon.hello.held:
             memory.make(state)
         info = rank_info(context, state, daemon, identity)
@@ -207,6 +235,8 @@ def introduce_state(
 def rank_info(context: AttachContext, state: LocalState, daemon: NodeDaemon, identity: IdentityFacts) -> RankInfo:
     """Returns what this rank tells all ranks."""
     hello = daemon.hello
+    key_mark, token = keyed_token(hello, identity.identify().id)
+    tries = (context.settings.slots or default_slots(True, True)) + 1
     return RankInfo(
         node=NodeIdentity(hello.node, hello.node_id, tuple(hello.addresses), hello.domain),
         process=ProcessFacts.of(daemon.caller.process.pid, ComputeThreads.own()),
@@ -215,15 +245,39 @@ def rank_info(context: AttachContext, state: LocalState, daemon: NodeDaemon, ide
         agreed=AgreedSettings.of(context.request, context.settings),
         slots=context.settings.slots,
         persists=hello.persists,
-        secrets=None if context.rank else make_secrets((context.settings.slots or default_slots(True, True)) + 1),
+        secrets=None if context.rank else make_secrets(tries, token),
+        key_mark=key_mark,
     )
 
 
-def make_secrets(tries: int) -> JobSecrets:
-    """Returns new secrets of a job, for so many tries of one attach."""
-    return JobSecrets(
-        secrets.token_bytes(IDENT_BYTES * tries), secrets.token_bytes(32), secrets.token_hex(LINEAGE_BYTES)
-    )
+def keyed_token(hello: pb.HelloReply, job: str) -> tuple[str, bytes]:
+    """Returns a mark of the job key, and its token; empty without a key.
+
+    Under reft's agent the token comes from the daemon. Under another launcher each rank reads the
+    key itself.
+
+    Args:
+        hello: the answer of this node's daemon.
+        job: name of the job, as this rank knows it.
+
+    Raises:
+        ConfigError: the key can't be used.
+    """
+    if hello.job_token:
+        return AGENTS_KEY, hello.job_token
+    key = job_key.load(job_key_variables())
+    return (key.mark, key.job_token(job)) if key is not None else ("", b"")
+
+
+def make_secrets(tries: int, token: bytes = b"") -> JobSecrets:
+    """Returns new secrets of a job.
+
+    Args:
+        tries: how many tries the attach has.
+        token: the job's token, if that follows from a job key.
+    """
+    idents, lineage = secrets.token_bytes(IDENT_BYTES * tries), secrets.token_hex(LINEAGE_BYTES)
+    return JobSecrets(idents, token or secrets.token_bytes(messages.TOKEN_BYTES), lineage)
 
 
 def describe(context: AttachContext, introduction: Introduction) -> Description:
@@ -240,7 +294,7 @@ def describe(context: AttachContext, introduction: Introduction) -> Description:
         RankMessage,
     )
     new = manifest_of(context, introduction, [each.data for each in published])
-    return Description(new, division_of(new, inline_bytes_max(domains_of(new)), ()))
+    return Description(new, division_of(layouts_of(new), inline_bytes_max(domains_of(new)), ()))
 
 
 def compare(context: AttachContext, introduction: Introduction, description: Description) -> list[str]:
@@ -269,6 +323,7 @@ def manifest_of(context: AttachContext, introduction: Introduction, published: S
         job=introduction.job.id,
         named=introduction.job.named,
         token=introduction.ranks.secrets.token,
+        job_mark=introduction.ranks.secrets.ident(0),
         world=len(introduction.ranks.infos),
         nodes=introduction.nodes,
         script=first.identity.script,

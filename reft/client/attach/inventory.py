@@ -18,7 +18,7 @@ from reft.client.link.rank_group import RankGroup
 from reft.config import Launch
 from reft.core.commit.version import Version
 from reft.core.recovery.survey_timeout import is_settled
-from reft.wire.inventory import JobSurvey, is_itself
+from reft.wire.inventory import JobSurvey, is_itself, silence_in
 from reft.wire.v1 import daemon_pb2 as pb
 
 DEADLINE_S = 20.0  # a node may be gone for good, or need time to end orphans
@@ -120,16 +120,17 @@ class AbsentNodeSurvey:
     round: int
     ends_orphans: bool = True
 
-    def __call__(self, nodes: Sequence[pb.Node], is_again: bool) -> pb.SurveyReply:
+    def __call__(self, nodes: Sequence[pb.Node], is_again: bool, tokens: Sequence[bytes]) -> pb.SurveyReply:
         """Returns the holdings of these nodes. All ranks call it together.
 
         Args:
             nodes: the nodes to ask.
             is_again: whether these nodes are asked for the second time. The first time, nodes that
                 were given up get little time.
+            tokens: of the job, as far as the survey knows them.
         """
         request = pb.SurveyRequest(
-            job=self.job, nodes=nodes, launch=self.launch, end_orphans=self.ends_orphans, again=is_again
+            job=self.job, nodes=nodes, launch=self.launch, end_orphans=self.ends_orphans, again=is_again, tokens=tokens
         )
         if self.round >= 0:
             request.round = self.round
@@ -146,7 +147,7 @@ class AbsentNodeSurvey:
 def survey_absent_nodes(
     survey: JobSurvey,
     absent: Sequence[pb.Node],
-    ask: Callable[[Sequence[pb.Node], bool], pb.SurveyReply],
+    ask: Callable[[Sequence[pb.Node], bool, Sequence[bytes]], pb.SurveyReply],
     erased: Collection[Erasure],
 ) -> JobSurvey:
     """Returns the survey with the answers of all absent nodes that answer.
@@ -163,11 +164,11 @@ def survey_absent_nodes(
     asked = {node.id for node in absent}
     ask_again: list[pb.Node] = []
     while absent:
-        survey, unanswered = _add(survey, ask(absent, False))
+        survey, unanswered = _add(survey, ask(absent, False, survey.tokens))
         ask_again += unanswered
         absent = _not_asked(survey, asked)
         if not absent and ask_again and not is_settled(survey.plan(erased), survey.decision):
-            survey, _ = _add(survey, ask(ask_again, True))
+            survey, _ = _add(survey, ask(ask_again, True, survey.tokens))
             ask_again, absent = [], _not_asked(survey, asked)
         asked |= {node.id for node in absent}
     return survey
@@ -187,12 +188,10 @@ def _add(survey: JobSurvey, reply: pb.SurveyReply) -> tuple[JobSurvey, list[pb.N
     A node may be asked again if it had little time and did not answer.
     """
     answers = {each.node.id: each.reply for each in reply.nodes if is_itself(each)}
-    missing = [each for each in reply.nodes if not each.HasField("reply")]
     asked = {each.node.name for each in reply.nodes}
-    silent = tuple(
-        sorted((*(name for name in survey.silent if name not in asked), *(each.node.name for each in missing)))
-    )
+    silent = {name: why for name, why in survey.silent.items() if name not in asked}
+    silent = dict(sorted({**silent, **silence_in(reply.nodes)}.items()))
     others = (each.node.name for each in reply.nodes if each.HasField("reply") and not is_itself(each))
     replies, emptied = {**survey.replies, **answers}, (*survey.emptied, *others)
-    again = [each.node for each in missing if each.brief]
+    again = [each.node for each in reply.nodes if each.brief and not each.HasField("reply")]
     return replace(survey, replies=replies, silent=silent, emptied=emptied), again

@@ -46,9 +46,9 @@ class LocalState:
         """
         extra_states = tracked.extra_states(allows_pickles)
         check_cost(extra_states, request.every, request.adapts)
-        host = HostState(tracked, {**request.objects(), **extra_states})
         tensor_index = tracked.bind()
-        state = cls(tracked, host, tensor_index, [*tensor_index.leaves(), *tracked.predict()])
+        host = HostState(tracked, {**request.objects(), **extra_states}, names=tensor_index.names)
+        state = cls(tracked, host, tensor_index, [*tensor_index.leaves(), *tracked.predict(tensor_index.names)])
         host.check_size(state.names)
         return state
 
@@ -91,7 +91,7 @@ class RestoreMemory:
 
     def make(self, state: LocalState) -> None:
         """Starts to make memory for the leaves that do not exist."""
-        self.buffer = missing_state_buffer(state.predicted.leaves, state.tracked, state.tensor_index)
+        self.buffer = missing_state_buffer(state.predicted.leaves, state.tensor_index)
 
     def close(self) -> None:
         """Frees the memory that no tensor uses."""

@@ -238,7 +238,9 @@ def make_plan(
     manifest = pb.Manifest()
     manifest.CopyFrom(description.manifest)
     if survey.manifest is not None:
-        manifest.token = survey.manifest.token  # a job keeps its token
+        manifest.job_mark = messages.job_mark(survey.manifest)  # a job keeps its mark
+        tokens = messages.earlier_tokens(survey.tokens, manifest.token)
+        manifest.earlier_tokens.extend(tokens)
         manifest.lineage = survey.manifest.lineage or manifest.lineage  # and its checkpoints
     manifest.trained_s, manifest.failures = survey.inventory.history
     manifest.mismatched.extend(mismatched)
@@ -304,8 +306,8 @@ def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan)
 
 def refusal(introduction: Introduction, plan: AttachPlan) -> pb.ReleaseRequest:
     """Returns the request to this rank's daemon to undo the decision."""
-    epoch, pid = messages.epoch_to(plan.decision.epoch), introduction.daemon.caller.process.pid
-    return pb.ReleaseRequest(job=introduction.job.id, epoch=epoch, rank=introduction.rank, refused=True, pid=pid)
+    epoch = messages.epoch_to(plan.decision.epoch)
+    return pb.ReleaseRequest(job=introduction.job.id, epoch=epoch, rank=introduction.rank, refused=True)
 
 
 def decide_request(introduction: Introduction, plan: AttachPlan, trains: bool = False) -> pb.DecideRequest:
@@ -317,6 +319,7 @@ def decide_request(introduction: Introduction, plan: AttachPlan, trains: bool = 
         trains: whether the ranks are registered as trainers already, and stay so.
     """
     node, infos = introduction.node.id, introduction.ranks.infos
+    told = plan.survey.replies[node].slots if node in plan.survey.replies else ()
     return pb.DecideRequest(
         manifest=plan.manifest,
         decision=messages.decision_to(plan.decision),
@@ -325,4 +328,5 @@ def decide_request(introduction: Introduction, plan: AttachPlan, trains: bool = 
         base_manifest=plan.base_manifest,
         guard_manifest=plan.guard_manifest,
         trainers=[infos[rank].process.pid for rank in introduction.node.ranks] if trains else (),
+        counts_on_slots=plan.base is not None and not all(slot.stored for slot in told),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
@@ -162,17 +162,17 @@ class ProcessFacts:
 
 @dataclass(frozen=True)
 class JobSecrets:
-    """Random bytes that rank 0 makes for the job.
+    """The bytes that rank 0 makes for the job.
 
     Attributes:
         idents: an id of IDENT_BYTES for the epoch of each try. Two decisions of one attach must
             differ.
-        token: the job's token.
+        token: the job's token: random, or from the job key.
         lineage: names the job on storage, if this is its first attach.
     """
 
     idents: bytes
-    token: bytes
+    token: bytes = field(repr=False)
     lineage: str = ""
 
     @property
@@ -193,6 +193,7 @@ class RankInfo:
         slots: the number of slots that the rank asks for; 0: any. Ranks may ask for other numbers.
         persists: whether the daemon of the rank's node writes checkpoints to storage.
         secrets: from rank 0 only.
+        key_mark: stands for the job key of the rank; empty: it has none.
     """
 
     node: NodeIdentity
@@ -203,6 +204,7 @@ class RankInfo:
     slots: int = 0
     persists: bool = False
     secrets: JobSecrets | None = None
+    key_mark: str = ""
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,11 @@ class RankTable:
         for rank, info in enumerate(self.infos):
             if info.identity.job != first.identity.job:
                 raise ConfigError(f"rank 0 names the job {first.identity.job!r}, rank {rank} {info.identity.job!r}.")
+            if info.key_mark != first.key_mark:
+                raise ConfigError(
+                    f"rank 0 and rank {rank} have different job keys, or one of them has none.",
+                    "the same REFT_JOB_KEY_FILE for all ranks",
+                )
             for name, value in vars(first.agreed).items():
                 other = getattr(info.agreed, name)
                 if other != value:

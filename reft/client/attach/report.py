@@ -27,6 +27,12 @@ from reft.core.text import counted
 from reft.wire.inventory import JobSurvey, StoredHistory
 from reft.wire.v1 import daemon_pb2 as pb
 
+NO_KEY = (
+    "the rendezvous store holds a secret of this launch. Anyone who can read the store can act in the job's name, for example "
+    "report its nodes as lost. To keep the secret out of the store, set REFT_JOB_KEY_FILE for torchrun: a file that only you "
+    "can read, with the same 32 random bytes on every node."
+)
+
 
 def set_aside(version: Version | None, damaged: Sequence[int], world: int) -> str:
     """Returns the line about a version that can't be restored from these slots or capsules.

@@ -31,7 +31,6 @@ from reft.console import say
 from reft.errors import ReftError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
-from reft.wire.manifest import layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -63,7 +62,6 @@ def leases_of(context: AttachContext, introduction: Introduction, plan: AttachPl
         epoch=plan.decision.epoch,
         rank=context.rank,
         settings=replace(context.settings, slots=slots_of(context.settings, plan.manifest)),
-        own=daemon.caller,
         under_agent=context.launch.under_agent,
         pins_for=device if device.type == "cuda" else None,
     )
@@ -78,7 +76,8 @@ def remote_slots(context: AttachContext, introduction: Introduction, survey: Job
     """Returns the reader of this job's slots, through this node's daemon."""
     nodes = {**survey.nodes, **{node.id: node for node in introduction.nodes}}
     deadline_s = context.settings.attach_deadline_s
-    return RemoteSlots(introduction.job.id, introduction.daemon.address, introduction.node.id, nodes, deadline_s)
+    daemon, own = introduction.daemon.address, introduction.node.id
+    return RemoteSlots(introduction.job.id, daemon, own, nodes, deadline_s, tuple(survey.tokens))
 
 
 def restore(
@@ -127,7 +126,7 @@ def restore_steps(
     """Returns the steps of a restore into the same shape, or into another one."""
     base, before, state = plan.base, plan.base_manifest, introduction.state
     assert base is not None and before is not None, "a restore has a base"
-    layouts, index = layouts_of(before)
+    layouts, index = plan.survey.layouts[base.epoch]
     restore_context = RestoreContext(
         plan=plan.recovery,
         placement=plan.survey.placements[base.epoch],
@@ -171,11 +170,14 @@ def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, result
 def secure(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> None:
     """Sends the base's capsules to their holders again. All ranks call it together.
 
-    On all nodes before the first lease: the daemons free older versions then.
+    On all nodes before the first lease: the daemons free older versions then. On a single node
+    there is no holder, and nothing to wait for.
 
     Raises:
         ReftError: a holder does not keep the capsules.
     """
+    if len(introduction.nodes) == 1:
+        return
 
     def send() -> None:
         if introduction.is_leader and plan.base is not None:

@@ -67,7 +67,6 @@ from reft.console import say
 from reft.core.coding.placement import Placement
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.wire.inventory import JobSurvey
-from reft.wire.manifest import layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -129,8 +128,10 @@ def agreed_ties(
     """
     if not stages.candidates:
         return frozenset()
-    base = manifest_of_base(survey, recovery)
-    return stages.ties_now(context.rank_group) if base is None else stages.ties_of_base(layouts_of(base)[0].names)
+    base = recovery.base
+    if base is None:
+        return stages.ties_now(context.rank_group)
+    return stages.ties_of_base(survey.layouts[base.epoch][0].names)
 
 
 def plan_restore(

@@ -184,7 +184,12 @@ def open_newest(
         damage = stored.damage or reader.open(lineage.ident, version, stored)
         if not damage:
             memory, manifest = history.manifest, stored.manifest
-            manifest.token = memory.token if memory is not None else reader.introduction.ranks.secrets.token
+            if memory is not None:
+                manifest.token, manifest.job_mark = memory.token, messages.job_mark(memory)
+                manifest.earlier_tokens.extend(memory.earlier_tokens)
+            else:
+                own = reader.introduction.ranks.secrets
+                manifest.token, manifest.job_mark = own.token, manifest.job_mark or own.ident(0)
             manifest.lineage = lineage.ident
             age_s, reason = age_of(version, listing), why_not_memory(job, survey, attempt)
             return StoredHistory(lineage.decisions, lineage.back_to(version), version, manifest, age_s, reason)

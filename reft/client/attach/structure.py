@@ -21,7 +21,6 @@ from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.errors import FormatError
 from reft.wire.inventory import JobSurvey
-from reft.wire.manifest import layouts_of
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def held_capsule(
 def tree_of(capsule: bytes, survey: JobSurvey, recovery: RecoveryPlan, rank: int) -> Mapping[str, Any]:
     """Returns the host state in a rank's capsule; empty if the capsule is damaged."""
     assert recovery.base is not None, "a restore has a base"
-    layouts, index = layouts_of(survey.manifests[recovery.base.epoch])
+    layouts, index = survey.layouts[recovery.base.epoch]
     try:
         names = layouts.name_table(index[old_rank(survey, recovery, rank)])
         return serialization.decode(capsule, names) if capsule else {}

@@ -9,7 +9,7 @@ they are made again after a restart, and none is lost or handed out twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ class ResumableLoader:
         self._entered: int | None = None  # in an epoch: the number of its first batch in this process
         self._newest_pass: object = None
         self._restored: RestoredGenerators | None = None
+        self._on_batch: Callable[[], None] | None = None
         self._lines: list[str] | None = self._source.not_held()  # None once they are said
 
     def __getattr__(self, name: str) -> Any:
@@ -126,6 +127,8 @@ class ResumableLoader:
             if self._newest_pass is not this:
                 raise ConfigError("a pass over a ResumableLoader was used after another one began.")
             self.batch += 1
+            if self._on_batch is not None:
+                self._on_batch()
             yield batch
 
     def _look(self) -> Iterator[Any]:
@@ -177,6 +180,10 @@ class ResumableLoader:
     def restored(self, generators: RestoredGenerators) -> None:
         """Puts these generators back when the next pass begins. `reft.attach` calls this."""
         self._restored = generators
+
+    def watch(self, on_batch: Callable[[], None] | None) -> None:
+        """Calls `on_batch` when a batch is handed out, in rehearsals; None ends that."""
+        self._on_batch = on_batch
 
     def _load(self, state: Mapping[str, Any], states: Sequence[Mapping[str, Any]], is_same_world: bool) -> None:
         now = ReadingFacts(self._source.facts, self._source.replicas)

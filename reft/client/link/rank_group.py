@@ -26,6 +26,9 @@ from reft.client.link.roll_call import absent_ranks
 from reft.core.text import more
 from reft.errors import AttachError, ReftError
 
+# First all ranks send the length of their message and its first bytes. Most messages end there, so
+# their exchange is one all-gather, not two.
+LENGTH_BYTES, SHORT_BYTES = 8, 56
 # The cost of one broadcast, in bytes that could move while it passes through thousands of ranks.
 BROADCAST_BYTES = 1 << 20
 # The most bytes from one rank: headers of a node's slots, or a manifest.
@@ -102,28 +105,35 @@ class RankGroup:
             payload = json.dumps({"error": f"facts of {len(payload)} bytes; the limit is {FACTS_MAX}"}).encode()
         self._exchange += 1
         try:
-            end = time.monotonic() + deadline_s
-            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
-            self._all_gather(sizes, torch.tensor([len(payload)], device="cpu"), end)
-            widths = [int(size) for size in sizes]
-            alone = broadcast_ranks(widths)
-            widest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
-            mine = torch.zeros(widest, dtype=torch.uint8, device="cpu")
-            if self.rank not in alone:
-                mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            parts = [torch.zeros(widest, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
-            self._all_gather(parts, mine, end)
-            for rank in alone:
-                own = payload if rank == self.rank else bytes(widths[rank])
-                parts[rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-                work = dist.broadcast(parts[rank], rank, group=self.group, async_op=True)
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+            messages = self._gather_bytes(payload, time.monotonic() + deadline_s)
         except RuntimeError as error:
             raise RanksMissing(
                 f"{self._who_is_absent()} within {deadline_s:.0f} s: {error}.",
                 "look at the ranks that did not attach; REFT_ATTACH_DEADLINE_S sets the limit",
             ) from error
-        return [json.loads(part[:width].numpy().tobytes()) for part, width in zip(parts, widths, strict=True)]
+        return [json.loads(message) for message in messages]
+
+    def _gather_bytes(self, payload: bytes, end: float) -> list[bytes]:
+        """Returns the messages of all ranks: first their short heads, then what is left of each."""
+        head = len(payload).to_bytes(LENGTH_BYTES, "little") + payload[:SHORT_BYTES]
+        heads = [part.numpy().tobytes() for part in self._all_gather(head, LENGTH_BYTES + SHORT_BYTES, end)]
+        widths = [int.from_bytes(head[:LENGTH_BYTES], "little") for head in heads]
+        rests = [max(width - SHORT_BYTES, 0) for width in widths]
+        alone = broadcast_ranks(rests)
+        widest = max((rest for rank, rest in enumerate(rests) if rank not in alone), default=0)
+        rest_of_mine = payload[SHORT_BYTES:]
+        parts = [torch.empty(0, dtype=torch.uint8, device="cpu")] * self.world
+        if widest:
+            parts = self._all_gather(b"" if self.rank in alone else rest_of_mine, widest, end)
+        for rank in alone:
+            own = rest_of_mine if rank == self.rank else bytes(rests[rank])
+            parts[rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            work = dist.broadcast(parts[rank], rank, group=self.group, async_op=True)
+            work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        return [
+            head[LENGTH_BYTES:][:width] + part[:rest].numpy().tobytes()
+            for head, width, part, rest in zip(heads, widths, parts, rests, strict=True)
+        ]
 
     def _who_is_absent(self) -> str:
         """Returns the first words of an error: which ranks did not come."""
@@ -134,9 +144,13 @@ class RankGroup:
         rest = more(max(len(absent) - NAMES_SHOWN, 0), "rank")
         return f"rank {', '.join(map(str, absent[:NAMES_SHOWN]))}{rest} of {self.world} did not come"
 
-    def _all_gather(self, into: list[torch.Tensor], mine: torch.Tensor, end: float) -> None:
-        work = dist.all_gather(into, mine, group=self.group, async_op=True)
+    def _all_gather(self, data: bytes, width: int, end: float) -> list[torch.Tensor]:
+        """Returns the bytes of all ranks, each padded to the width."""
+        mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty(width, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
+        work = dist.all_gather(parts, mine, group=self.group, async_op=True)
         work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        return parts
 
     def close(self) -> None:
         """Destroys the process group."""

@@ -277,9 +277,14 @@ class Reporter:
             self.news += 1
             self._changed.notify_all()
 
-    def release(self) -> None:
-        """Tells the daemon that the session is closed. Only logs an error of the call."""
-        request = pb.ReleaseRequest(job=self.facts.job, epoch=messages.epoch_to(self.facts.epoch), rank=self.facts.rank)
+    def release(self, failed: bool = False) -> None:
+        """Tells the daemon that the session is closed. Only logs an error of the call.
+
+        Args:
+            failed: whether an exception is the reason.
+        """
+        epoch = messages.epoch_to(self.facts.epoch)
+        request = pb.ReleaseRequest(job=self.facts.job, epoch=epoch, rank=self.facts.rank, failed=failed)
         try:
             with rpc.channel(self.facts.address) as channel:
                 pb_grpc.DaemonStub(channel).Release(request, timeout=RELEASE_DEADLINE_S)

@@ -42,7 +42,6 @@ class SlotLeases:
         socket_path: path of the socket that passes descriptors, from HelloReply.local_socket.
         job, epoch, rank: identify the leasing rank.
         settings: deadlines, number of slots, chunk size.
-        own: this process, as the daemon sees it.
         under_agent: whether a torchrun agent is this process's parent. Then this process is an
             orphan once the agent has ended.
         pins_for: the CUDA device that copies into the slots beside the host; None if there is none.
@@ -54,7 +53,6 @@ class SlotLeases:
     epoch: Epoch
     rank: int
     settings: Config
-    own: local_socket.Caller
     under_agent: bool
     pins_for: torch.device | None
 
@@ -174,10 +172,8 @@ class SlotLeases:
         Args:
             is_refused: whether attach raised an error. Then the daemon undoes the decision.
         """
-        request = pb.ReleaseRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank)
-        if is_refused:
-            request.refused, request.pid = True, self.own.process.pid
-        self._rpc("Release", request, 0)
+        epoch = messages.epoch_to(self.epoch)
+        self._rpc("Release", pb.ReleaseRequest(job=self.job, epoch=epoch, rank=self.rank, refused=is_refused), 0)
 
     def whole(self) -> Version | None:
         """Returns the newest version of this epoch that the daemon knows to be whole.
@@ -189,11 +185,11 @@ class SlotLeases:
         return Version(self.epoch, jobs[0].whole) if jobs and jobs[0].whole >= 0 else None
 
     def _request(self, slots: int, data_bytes: int, table_bytes: int) -> pb.LeaseRequest:
-        process, mine = self.own.process, os.sched_getaffinity(0)
+        mine = os.sched_getaffinity(0)
         is_bound = len(mine) < (os.cpu_count() or 0)
         return pb.LeaseRequest(
-            job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, pid=process.pid, pid_start=process.start,
-            parent=self.own.parent if self.under_agent else 0, slots=slots, data_bytes=data_bytes, table_bytes=table_bytes,
+            job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank,
+            under_agent=self.under_agent, slots=slots, data_bytes=data_bytes, table_bytes=table_bytes,
             chunk_bytes=self.settings.chunk_bytes, cpus=sorted(mine) if is_bound else [],
         )  # fmt: skip
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
-END = object()  # equals no entry of any container
+END = object()  # stands behind the entries of each container, and is an entry of none
 DICTS = (dict, defaultdict)  # other dicts may have another order than the loop in C
 
 
@@ -23,9 +23,9 @@ def _view(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, Mapping) else container
 
 
-def _are_same(sources: list[Iterable[Any]], entries: list[Any], /) -> bool:
-    # END closes both lists: an added or removed entry shifts all entries after it.
-    return all(map(is_, chain(chain.from_iterable(sources), (END,)), chain(entries, (END,))))
+def _are_same(sources: list[Iterable[Any]], entries: list[Any], end: object, /) -> bool:
+    live = chain.from_iterable(chain.from_iterable(zip(sources, repeat((end,)))))
+    return all(map(is_, chain(live, (sources,)), chain(entries, (sources,))))  # both end at once, or differ
 
 
 def _dict_or_view(container: Any) -> Iterable[Any]:
@@ -33,9 +33,10 @@ def _dict_or_view(container: Any) -> Iterable[Any]:
 
 
 # source_of(container): what `are_same` reads of it. Of a mapping the values count.
-# are_same(sources, entries): whether all sources have these very objects, in their order.
+# are_same(sources, entries, END): whether each source has these very objects, in their order. END
+# follows the entries of each, so that an entry that goes to the next container is noticed.
 source_of: Callable[[Any], Iterable[Any]] = _view
-are_same: Callable[[list[Iterable[Any]], list[Any]], bool] = _are_same
+are_same: Callable[[list[Iterable[Any]], list[Any], object], bool] = _are_same
 with contextlib.suppress(ImportError):
     from reft.client.memory import _entries
 

@@ -38,7 +38,8 @@ class PageMaker:
     def __init__(self, memory: Bytes) -> None:
         self._blocks_left = deque(_blocks(memory))
         self._threads = [
-            threading.Thread(target=self._run, name=f"reft-pages-{i}", daemon=True) for i in range(THREADS)
+            threading.Thread(target=self._run, name=f"reft-pages-{i}", daemon=True)
+            for i in range(min(THREADS, len(self._blocks_left)))
         ]
         for thread in self._threads:
             thread.start()
@@ -68,8 +69,12 @@ def map_shared(memory: Bytes) -> None:
     Args:
         memory: uint8 [n], begins at a page border.
     """
+    blocks = [*_blocks(memory)]
+    if len(blocks) == 1:
+        _map(blocks[0])  # a thread would take longer to start
+        return
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-pages") as pool:
-        list(pool.map(_map, _blocks(memory)))
+        list(pool.map(_map, blocks))
 
 
 def _blocks(memory: Bytes) -> Iterator[Bytes]:

@@ -1,7 +1,7 @@
 """Records one rank of a rehearsal: one JSON object a line, in PREFIX.RANK.jsonl.
 
-    attach ─► tracing ─► first forward: inputs ─► mark: digests of all state ─► …
-              where generators move                second mark: objects that are not in state=
+    attach ─► tracing ─► first batch ─► first forward: inputs ─► mark: digests of all state ─► …
+              where generators move                              second mark: objects not in state=
 
 It runs on the training thread, and waits for the device. So a rehearsal is slower than training.
 An error ends the recording, and never reaches training.
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from reft.client.data.loader import ResumableLoader
 from reft.client.rehearsal.alive import AliveObjects
 from reft.client.rehearsal.digests import (
     ON_DEVICE,
@@ -29,7 +30,9 @@ from reft.client.rehearsal.digests import (
     plain_digest,
     tensor_digest,
 )
+from reft.client.rehearsal.epoch_ends import EpochProgress
 from reft.client.rehearsal.inputs import ForwardInputs
+from reft.client.rehearsal.saves import SaveTracer
 from reft.client.rehearsal.tracing import GeneratorTracer
 from reft.client.snapshot.snapshotter import Snapshotter
 from reft.client.state.serialization import finished
@@ -72,9 +75,12 @@ class RehearsalRecorder:
         self._file: RecordFile | None = None
         self._tracked = tracked
         self._state = state
+        self._loaders = [each for each in state.values() if isinstance(each, ResumableLoader)]
         self._inputs: ForwardInputs | None = None
+        self._epochs = EpochProgress(self._loaders)
+        self._saves = SaveTracer(self._fail)
         self._alive = AliveObjects(tracked, state)
-        self._tracer = GeneratorTracer(self._fail)
+        self._tracer = GeneratorTracer(self._fail, self._traced_batch)
         self._step = 0  # the newest mark
         self._marks = 0  # since attach
 
@@ -102,6 +108,10 @@ class RehearsalRecorder:
                 regroups=self._facts.regroups,
             )
             self._inputs = ForwardInputs(self._tracked.modules, self._before_first_forward, self._fail)
+            for loader in self._loaders:
+                loader.watch(self._inputs.batch)
+            self._epochs.start()
+            self._saves.start()
             self._trace()
 
     def mark(self, step: int, snapshots: Snapshotter) -> None:
@@ -116,19 +126,23 @@ class RehearsalRecorder:
                 return
             self._end_trace()  # a compiled model may have called no hook
             self._step, self._marks, time_s = step, self._marks + 1, time.time()
-            inputs, at_forward = self._inputs.take()
+            seen = self._inputs.take()
             generators = generator_digests()
             tensor_index = snapshots.planner.tracked.bind()
             plain = finished(snapshots.host.take_objects())
             self._write(
                 "mark",
                 time=time_s,
-                inputs=inputs,
-                at_forward=at_forward,
+                inputs=seen.digests,
+                at_batch=seen.at_batch,
+                at_forward=seen.at_forward,
                 generators=generators,
                 groups=groups_of(snapshots.planner.tracked),
                 state={name: plain_digest(value) for name, value in plain.items()},
                 leaves=leaf_digests(tensor_index),
+                forwards=sorted(kind.value for kind in seen.forwards),
+                epoch_ends=self._epochs.at_mark(),
+                saves=self._saves.take(),
             )
             if self._marks == SCANNED_MARK - 1:
                 self._alive.note_modules()
@@ -139,6 +153,9 @@ class RehearsalRecorder:
     def close(self) -> None:
         """Ends the recording."""
         self._tracer.close()
+        self._saves.close()
+        for loader in self._loaders:
+            loader.watch(None)
         if self._inputs is not None:
             self._inputs.close()
         if self._file is not None:
@@ -148,6 +165,11 @@ class RehearsalRecorder:
     def _trace(self) -> None:
         if reason := self._tracer.start():
             self._write("untraced", reason=reason)
+
+    def _traced_batch(self) -> None:
+        # Only some steps are traced, and reft's loaders tell each batch. So only one kind counts.
+        if self._inputs is not None and not self._loaders:
+            self._inputs.batch()
 
     def _before_first_forward(self) -> None:
         self._end_trace()

@@ -5,6 +5,8 @@
 Python's trace function is called for the user's lines only, and for calls of any other function.
 Where a line calls other code, what moves there counts as moved by that line. A move counts only if
 it still stands in the end: reft puts generators back after a restore.
+
+The call that hands out a batch of torch's DataLoader, or of torchdata's, is seen on the way.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from reft.client.rehearsal.digests import generator_digests
-from reft.client.rehearsal.user_code import SourceLine, frames, is_users
+from reft.client.rehearsal.user_code import SourceLine, frames, frames_of, is_users
 
 LINES_MAX: Final = 20_000  # each costs some 50 µs
 MOVES_MAX: Final = 20
+# Iterators of this module hand out batches in `__next__`; those of torchdata call it.
+LOADER: Final = "torch.utils.data.dataloader"
+RESUMABLE: Final = "reft.client.data."  # reft's loader asks a loader below for its batches
 TRACED: Final = "another trace function is set: a debugger's, or that of a coverage tool"
 TOO_MANY: Final = f"more than {LINES_MAX} lines ran before the first forward"
 
@@ -37,10 +42,12 @@ class GeneratorTracer:
 
     Args:
         on_error: called with an error, which never reaches training.
+        on_batch: called when a DataLoader hands out a batch, unless reft's loader asked for it.
     """
 
-    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+    def __init__(self, on_error: Callable[[Exception], None], on_batch: Callable[[], None]) -> None:
         self._on_error = on_error
+        self._on_batch = on_batch
         self._pid = os.getpid()
         self._is_users = cache(is_users)
         self._line: SourceLine | None = None  # the user's line that runs
@@ -87,10 +94,18 @@ class GeneratorTracer:
         if os.getpid() != self._pid:
             sys.settrace(None)  # a worker of a loader
             return None
+        if frame.f_code.co_name == "__next__" and hands_out(frame):
+            frame.f_trace_lines = False
+            return self._on_next
         if not self._is_users(frame.f_code.co_filename):
             return None
         self._guarded_look()
         return self._on_line
+
+    def _on_next(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if event == "return" and argument is not None and self._is_tracing():
+            self._on_batch()  # without an argument: no batch is left, or an error came
+        return self._on_next
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         if not self._is_tracing() or os.getpid() != self._pid:
@@ -129,6 +144,12 @@ class GeneratorTracer:
             elif self._line is not None and (move := GeneratorMove(name, self._line)) not in self._moves:
                 self._moves.append(move)
         self._last = now
+
+
+def hands_out(frame: FrameType) -> bool:
+    """Returns whether a call of `__next__` is a DataLoader's, and reft's loader did not ask."""
+    callers = (each.f_globals.get("__name__", "") for each in frames_of(frame))
+    return next(callers) == LOADER and not any(name.startswith(RESUMABLE) for name in callers)
 
 
 def line_of(frame: FrameType) -> SourceLine:

@@ -64,7 +64,11 @@ def is_users(file: str) -> bool:
 
 def frames() -> Iterator[FrameType]:
     """Yields the frames of this thread, the innermost first."""
-    frame = inspect.currentframe()
+    return frames_of(inspect.currentframe())
+
+
+def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame, then its caller, and so on."""
     while frame is not None:
         yield frame
         frame = frame.f_back

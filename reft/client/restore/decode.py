@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from itertools import islice
 
+import numpy as np
 import torch
 
 from reft.client.memory.cuda import Device
@@ -39,25 +40,28 @@ class StripeDecoder:
         """Returns the copies to a device; called by the thread that created the live tensors."""
         return DeviceCopier(None)
 
-    def decode(self, stripe_slice: StripeSlice, rows: Bytes, live: FlatTensorView, base: int, made: Bytes) -> None:
-        """Makes the shards of a slice.
+    def decode(self, stripe_slice: StripeSlice, rows: Bytes, live: FlatTensorView, base: int) -> Bytes:
+        """Returns the made packets of a slice, uint8 [packets, width].
 
         Args:
             stripe_slice: the slice; all its columns have arrived.
             rows: the received columns, uint8 [read packets x width], at the rows of the slice.
             live: the keeper's live memory.
             base: where the lane's cell begins in `live`.
-            made: takes the made packets, uint8 [made packets x width].
         """
-        program, width = stripe_slice.program, stripe_slice.width
-        inputs = [self._input(stripe_slice, rows, live, base, *packet) for packet in program.inputs]
-        run_columns(program, inputs, list(made.reshape(-1, width)))
+        program, packets = stripe_slice.stripe.program, stripe_slice.packets(rows)
+        made = np.empty((len(program.outputs), stripe_slice.width), np.uint8)
+        inputs = [
+            self._input(stripe_slice, packets[shard][packet], live, base, shard, packet)
+            for shard, packet in program.inputs
+        ]
+        run_columns(program, inputs, list(made))
+        return made
 
     def _input(
-        self, stripe_slice: StripeSlice, rows: Bytes, live: FlatTensorView, base: int, shard: int, packet: int
+        self, stripe_slice: StripeSlice, row: Bytes, live: FlatTensorView, base: int, shard: int, packet: int
     ) -> Bytes:
-        row = _row(stripe_slice, rows, shard, packet)
-        if shard not in stripe_slice.live:
+        if shard not in stripe_slice.stripe.live:
             return row
         begin, end = stripe_slice.cell_range(shard, packet)
         view = live.view(base + begin, base + end) if end - begin == stripe_slice.width else None
@@ -92,17 +96,17 @@ class DeviceDecoder(StripeDecoder):
         self._streams.host_waits(self._streams.record_compute())
         return DeviceCopier(self._streams)
 
-    def decode(self, stripe_slice: StripeSlice, rows: Bytes, live: FlatTensorView, base: int, made: Bytes) -> None:
-        """Makes the shards of a slice, on the device if live columns lie there.
+    def decode(self, stripe_slice: StripeSlice, rows: Bytes, live: FlatTensorView, base: int) -> Bytes:
+        """Returns the made packets; decodes on the device if live columns lie there.
 
         Raises:
             ValueError: the scratch is too small for columns of one alignment.
         """
-        if not (live.is_on_device and stripe_slice.live):
-            super().decode(stripe_slice, rows, live, base, made)
-            return
-        program = stripe_slice.program
-        width, results = self._width(program, stripe_slice), made.reshape(-1, stripe_slice.width)
+        if not (live.is_on_device and stripe_slice.stripe.live):
+            return super().decode(stripe_slice, rows, live, base)
+        program, packets = stripe_slice.stripe.program, stripe_slice.packets(rows)
+        made = np.empty((len(program.outputs), stripe_slice.width), np.uint8)
+        width = self._width(program, stripe_slice)
         with self._lock, torch.no_grad(), self._streams.on_side():
             if self._scratch is None:
                 self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
@@ -110,24 +114,26 @@ class DeviceDecoder(StripeDecoder):
                 n = min(width, stripe_slice.width - first)
                 scratch_rows = (self._scratch[at : at + n] for at in range(0, self._scratch_bytes - n + 1, n))
                 inputs = [
-                    self._device_input(stripe_slice, rows, live, base, first, next(scratch_rows), *packet)
-                    for packet in program.inputs
+                    self._device_input(
+                        stripe_slice, packets[shard][packet], live, base, first, next(scratch_rows), shard, packet
+                    )
+                    for shard, packet in program.inputs
                 ]
                 outputs = list(islice(scratch_rows, len(program.outputs)))
                 run(program, inputs, outputs, list(islice(scratch_rows, program.scratch)), TORCH)
-                for result, output in zip(results, outputs, strict=True):
+                for result, output in zip(made, outputs, strict=True):
                     torch.from_numpy(result[first : first + n]).copy_(output, non_blocking=True)
             done = self._streams.record_side()
         self._streams.host_waits(done)
+        return made
 
     def _device_input(
-        self, stripe_slice: StripeSlice, rows: Bytes, live: FlatTensorView, base: int, first: int,
+        self, stripe_slice: StripeSlice, row: Bytes, live: FlatTensorView, base: int, first: int,
         scratch: torch.Tensor, shard: int, packet: int,
     ) -> torch.Tensor:  # fmt: skip
         n = scratch.nbytes
-        if shard not in stripe_slice.live:
-            row = _row(stripe_slice, rows, shard, packet)[first : first + n]
-            return scratch.copy_(torch.from_numpy(row), non_blocking=True)
+        if shard not in stripe_slice.stripe.live:
+            return scratch.copy_(torch.from_numpy(row[first : first + n]), non_blocking=True)
         begin, end = stripe_slice.cell_range(shard, packet)
         begin, end = min(begin + first, end), min(begin + first + n, end)
         view = live.device_view(base + begin, base + end) if end - begin == n else None
@@ -159,9 +165,3 @@ def decoder_for(device: torch.device, scratch_bytes: int) -> StripeDecoder:
         scratch_bytes: the most memory of a CUDA device that decoding takes.
     """
     return DeviceDecoder(Device(device), device, scratch_bytes) if device.type == "cuda" else StripeDecoder()
-
-
-def _row(stripe_slice: StripeSlice, rows: Bytes, shard: int, packet: int) -> Bytes:
-    """Returns the memory of a read packet's columns."""
-    at = (stripe_slice.row(shard) + packet) * stripe_slice.width
-    return rows[at : at + stripe_slice.width]

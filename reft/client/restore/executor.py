@@ -34,7 +34,6 @@ from reft.client.restore.transport import Work
 from reft.client.restore.verify import ChunkVerifier, PeerMessages, message_digest
 from reft.console import say
 from reft.core.budget import format_bytes
-from reft.core.layout.regions import ByteRuns
 from reft.core.recovery.plan import (
     DecodeOperation,
     EmitOperation,
@@ -120,19 +119,6 @@ class BufferPool:
             self._free.append(buffer)
 
 
-@dataclass(frozen=True)
-class LiveTarget:
-    """This rank's live memory, by the names of the plan's targets.
-
-    Attributes:
-        flat_view: the live memory of all targets.
-        offsets: name → where the target begins in `flat_view`.
-    """
-
-    flat_view: FlatTensorView
-    offsets: Mapping[str, int]
-
-
 class _PackedMessage(NamedTuple):
     """A message's bytes, verified, and their digest."""
 
@@ -153,15 +139,6 @@ class _PendingOperation:
 
 
 @dataclass
-class _SliceMemory:
-    """The rows of a slice, and its made packets."""
-
-    rows: Bytes
-    made: Bytes
-    decoding: Future[None] | None = None
-
-
-@dataclass
 class TransferExecutor:
     """Fills this rank's live memory, and serves the other ranks; see the module.
 
@@ -170,7 +147,8 @@ class TransferExecutor:
         chunk_bytes: size of the slots' chunks; the same on all ranks.
         peers: messages to and from other ranks.
         slots: old rank, or parity number → its slot, for the slots that this rank reads.
-        target: live memory.
+        live: the live memory of all targets.
+        offsets: name of a target → where it begins in `live`.
         decoder: makes lost shards.
         inline_leaves: old rank → its needed inline leaves, end to end.
         verifiers: old rank → verifier of its lost slot, for the slots that this rank makes.
@@ -180,17 +158,19 @@ class TransferExecutor:
     chunk_bytes: int
     peers: PeerMessages
     slots: Mapping[int, SlotReader]
-    target: LiveTarget
+    live: FlatTensorView
+    offsets: Mapping[str, int]
     decoder: StripeDecoder
     inline_leaves: Mapping[int, Bytes] = field(default_factory=dict)
     verifiers: Mapping[int, ChunkVerifier] = field(default_factory=dict)
     _pending: dict[TransferOperation, _PendingOperation] = field(default_factory=dict)
-    _slices: dict[StripeSlice, _SliceMemory] = field(default_factory=dict)
+    # Slice that this rank makes → the columns that it reads; then the decoding of them
+    _rows: dict[StripeSlice, Bytes] = field(default_factory=dict)
+    _made: dict[StripeSlice, Future[Bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        view = self.target.flat_view
-        self._buffers = BufferPool(self.sizes.piece, view.is_on_device and torch.cuda.is_available())
-        self._progress = LoadProgress(view.nbytes, self.peers.rank == 0)
+        self._buffers = BufferPool(self.sizes.piece, self.live.is_on_device and torch.cuda.is_available())
+        self._progress = LoadProgress(self.live.nbytes, self.peers.rank == 0)
 
     def load(self, operations: Iterable[TransferOperation]) -> LoadReport:
         """Runs the operations of this rank, in list order; all ranks call it together.
@@ -207,9 +187,9 @@ class TransferExecutor:
                 # Unreplicated leaves have no other source. Without this capsule, an older version
                 # is used.
                 faults[text] = old if verifier.is_in_section(wrong[0]) else NO_RANK
-        if not self.target.flat_view.are_copies_right():
+        if not self.live.are_copies_right():
             faults[f"rank {self.peers.rank}'s device holds other bytes than were copied to it"] = NO_RANK
-        self.target.flat_view.finish()
+        self.live.finish()
         return LoadReport(tuple(sorted(old for old, slot in self.slots.items() if slot.is_bad)), faults)
 
     def _run(self, operations: Iterable[TransferOperation]) -> None:
@@ -223,8 +203,7 @@ class TransferExecutor:
                 elif phase is WalkPhase.POST:
                     self._post(operation)
                 elif isinstance(operation, DecodeOperation):
-                    memory = self._open(operation.slice)
-                    memory.decoding = pool.submit(self._decode, operation.slice, memory)
+                    self._made[operation.slice] = pool.submit(self._decode, operation.slice)
                 else:
                     self._finish(operation)
         finally:
@@ -234,20 +213,9 @@ class TransferExecutor:
     # Posting and finishing
 
     def _begin(self, operation: TransferOperation, stripe_slice: StripeSlice | None = None) -> _PendingOperation:
-        if stripe_slice is not None:
-            self._open(stripe_slice)
+        if stripe_slice is not None and stripe_slice not in self._rows:
+            self._rows[stripe_slice] = stripe_slice.empty_rows()
         return self._pending.setdefault(operation, _PendingOperation())
-
-    def _open(self, stripe_slice: StripeSlice) -> _SliceMemory:
-        """Returns the memory of a slice that this rank makes."""
-        if stripe_slice not in self._slices:
-            made = len(stripe_slice.made) * stripe_slice.lane.code.w
-            memory = np.empty(stripe_slice.registers * stripe_slice.width, np.uint8)
-            border = memory.nbytes - made * stripe_slice.width
-            for begin, end in stripe_slice.zeros:
-                memory[begin:end] = 0
-            self._slices[stripe_slice] = _SliceMemory(memory[:border], memory[border:])
-        return self._slices[stripe_slice]
 
     def _post(self, operation: TransferOperation) -> None:
         if isinstance(operation, ReceiveOperation):
@@ -287,7 +255,7 @@ class TransferExecutor:
                     self._place(part, pending.receiving[done : done + part.nbytes])
                     done += part.nbytes
         if pending.buffers or pending.made is not None:
-            self.target.flat_view.wait()
+            self.live.wait()
         for buffer in pending.buffers:
             self._buffers.give(buffer)
         self._progress.add(sum(part.nbytes for part in operation.parts))
@@ -312,7 +280,7 @@ class TransferExecutor:
             data = self._buffer(pending, messages[0].nbytes)
             digests = slot.read(_packed_segments(messages[0].parts, data))
             return [self._packed(messages[0].parts, data, messages[0].receivers, digests)]
-        if self.target.flat_view.is_on_device and slot.is_pinned:
+        if self.live.is_on_device and slot.is_pinned:
             data, digests = slot.mapped(operation.begin, operation.end), dict[int, int]()
         else:
             data = self._buffer(pending, operation.end - operation.begin)
@@ -333,9 +301,9 @@ class TransferExecutor:
             return None
         segments = []
         for part in operation.parts:
-            for old, new, nbytes in _runs(part, part.at).rows():
-                begin = self.target.offsets[part.need.name] + new
-                for memory, first, last, at in self.target.flat_view.parts(begin, begin + nbytes):
+            for old, new, nbytes in part.runs.rows():
+                begin = self.offsets[part.need.name] + new
+                for memory, first, last, at in self.live.parts(begin, begin + nbytes):
                     if isinstance(memory, torch.Tensor):
                         return None
                     segments.append(ReadSegment(old + at, memory[first:last]))
@@ -369,13 +337,13 @@ class TransferExecutor:
 
     def _gathered(self, pending: _PendingOperation, parts: Sequence[NeededRange], data: Bytes, begin: int) -> Bytes:
         """Returns the bytes of parts, end to end: in `data` if they lie there so, else copied."""
-        runs = [_runs(part, part.at - begin) for part in parts]
+        runs = [part.runs for part in parts]
         nbytes = sum(int(each.nbytes.sum()) for each in runs)
         if len(runs) == 1 and len(runs[0].old) == 1:
-            return data[int(runs[0].old[0]) :][:nbytes]
+            return data[int(runs[0].old[0]) - begin :][:nbytes]
         gathered, done = self._buffer(pending, nbytes), 0
         for each in runs:
-            done += gather(data, each.old, each.nbytes, gathered[done:])
+            done += gather(data, each.old - begin, each.nbytes, gathered[done:])
         return gathered
 
     def _packed(
@@ -391,7 +359,7 @@ class TransferExecutor:
         message as if it began with a chunk.
         """
         assert data is not None, "the bytes lie in one run of host memory"
-        runs = _runs(parts[0], parts[0].at)
+        runs = parts[0].runs
         at = int(runs.old[0]) if len(parts) == 1 and len(runs.old) == 1 else None
         known = NOTHING_KNOWN if at is None else digests
         return _PackedMessage(data, message_digest(data, at or 0, self.chunk_bytes, known), receivers)
@@ -405,36 +373,33 @@ class TransferExecutor:
 
     def _run_of(self, part: NeededRange, stripe_slice: StripeSlice | None = None) -> Bytes | None:
         """Returns the memory of a part: rows of a slice, or one run of live host memory."""
-        runs = _runs(part, 0)
+        runs = part.runs
         if stripe_slice is not None:
-            return self._slices[stripe_slice].rows[int(runs.new[0]) :][: part.nbytes]
+            return self._rows[stripe_slice][int(runs.new[0]) :][: part.nbytes]
         if len(runs.new) != 1:
             return None
-        begin = self.target.offsets[part.need.name] + int(runs.new[0])
-        return self.target.flat_view.view(begin, begin + part.nbytes)
+        begin = self.offsets[part.need.name] + int(runs.new[0])
+        return self.live.view(begin, begin + part.nbytes)
 
     def _place(self, part: NeededRange, data: Bytes) -> None:
         """Writes the bytes of a part, which lie end to end, into live memory."""
-        runs = _runs(part, 0)
-        self.target.flat_view.scatter(self.target.offsets[part.need.name], runs.new, runs.nbytes, data)
+        runs = part.runs
+        self.live.scatter(self.offsets[part.need.name], runs.new, runs.nbytes, data)
 
     # Lost slots
 
-    def _decode(self, stripe_slice: StripeSlice, memory: _SliceMemory) -> None:
-        base = self.target.offsets.get(cell_name(stripe_slice.lane.cell), 0)
-        self.decoder.decode(stripe_slice, memory.rows, self.target.flat_view, base, memory.made)
+    def _decode(self, stripe_slice: StripeSlice) -> Bytes:
+        rows = self._rows.pop(stripe_slice) if stripe_slice in self._rows else stripe_slice.empty_rows()
+        base = self.offsets.get(cell_name(stripe_slice.stripe.lane.cell), 0)
+        return self.decoder.decode(stripe_slice, rows, self.live, base)
 
     def _emit(self, operation: EmitOperation) -> None:
         """Verifies the made packets of a slice, places them and posts its messages."""
         stripe_slice, pending = operation.slice, self._begin(operation)
-        memory = self._slices.pop(stripe_slice)
-        assert memory.decoding is not None, "a slice is decoded before it is emitted"
-        memory.decoding.result()
-        packets = memory.made.reshape(-1, stripe_slice.width)
-        for (owner, begin, end), packet in zip(stripe_slice.made_packets(), packets, strict=True):
-            self.verifiers[owner].take(begin, packet[: end - begin])
-        pending.made = memory.made
-        messages = self._distribute(pending, operation.parts, operation.messages, memory.made, 0)
+        pending.made = self._made.pop(stripe_slice).result()
+        for owner, begin, data in stripe_slice.made_parts(pending.made):
+            self.verifiers[owner].take(begin, data)
+        messages = self._distribute(pending, operation.parts, operation.messages, pending.made.reshape(-1), 0)
         self._send(pending, operation.owner, messages)
 
 
@@ -443,20 +408,11 @@ def _packed_segments(parts: Iterable[NeededRange], memory: Bytes | None) -> list
     assert memory is not None, "rows and buffers are host memory"
     segments, done = [], 0
     for part in parts:
-        for old, _, nbytes in _runs(part, part.at).rows():
+        for old, _, nbytes in part.runs.rows():
             segments.append(ReadSegment(old, memory[done : done + nbytes]))
             done += nbytes
     return segments
 
 
 def _is_in_few_runs(parts: Iterable[NeededRange]) -> bool:
-    return sum(len(_runs(part, 0).old) for part in parts) <= SEGMENTS_MAX
-
-
-def _runs(part: NeededRange, at: int) -> ByteRuns:
-    """Returns the byte runs of a range, in the source and in the target.
-
-    In the source, the range begins at `at`.
-    """
-    old, new, nbytes = part.need.copy.within(part.begin, part.end)
-    return ByteRuns(old + (at - part.begin), new, nbytes)
+    return sum(len(part.runs.old) for part in parts) <= SEGMENTS_MAX

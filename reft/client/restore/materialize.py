@@ -57,7 +57,7 @@ def _create_missing(
 ) -> TensorIndex:
     """Creates the missing leaves and returns the new tensor index."""
     if buffer is None or buffer.nbytes < sum(align(leaf.nbytes) for leaf in missing):
-        buffer = missing_state_buffer(missing, tracked, before)
+        buffer = missing_state_buffer(missing, before)
     try:
         make_missing_state(missing, tracked, buffer)
         return tracked.bind()
@@ -65,13 +65,14 @@ def _create_missing(
         buffer.settle()  # an old kernel makes pages by writing zeros; wait before tensors are filled
 
 
-def missing_state_buffer(leaves: Iterable[Leaf], tracked: TrackedObjects, tensor_index: TensorIndex) -> HugePageBuffer:
+def missing_state_buffer(leaves: Iterable[Leaf], tensor_index: TensorIndex) -> HugePageBuffer:
     """Returns a buffer for those leaves that do not exist.
 
-    If the tensors will lie on the host, threads begin to make the buffer's pages.
+    If all tensors will lie in the buffer, threads begin to make its pages. They will not if a
+    parameter lies on a device or is a flat parameter.
     """
     buffer = HugePageBuffer(sum(align(leaf.nbytes) for leaf in leaves if leaf.name not in tensor_index.tensors))
-    if tracked.makes_on_host:
+    if all(named.local.device.type == "cpu" and not named.runs for named in tensor_index.names.values()):
         buffer.make_pages()
     return buffer
 

@@ -59,6 +59,7 @@ class RemoteSlots:
         own: id of this node.
         nodes: node id → the node.
         deadline_s: deadline of one call; time for its bytes is added.
+        tokens: of the job, for nodes whose tokens this node's daemon does not know.
     """
 
     job: str
@@ -66,6 +67,7 @@ class RemoteSlots:
     own: str
     nodes: Mapping[str, pb.Node]
     deadline_s: float
+    tokens: tuple[bytes, ...] = field(default=(), repr=False)
 
     def slot(self, source: HeldSlot, channel: grpc.Channel) -> SlotMap:
         """Returns a slot on another node, without its data: reading the data asks that node.
@@ -90,7 +92,11 @@ class RemoteSlots:
             RestoreError: that node's daemon did not return the capsule.
         """
         request = pb.CapsuleRequest(
-            job=self.job, rank=rank, version=messages.version_to(version), node=self._remote_node(node)
+            job=self.job,
+            rank=rank,
+            version=messages.version_to(version),
+            node=self._remote_node(node),
+            tokens=self.tokens,
         )
         with rpc.channel(self.address) as channel, self._errors(node, rank):
             record: pb.CapsuleRecord = pb_grpc.DaemonStub(channel).FetchCapsule(request, timeout=self.deadline_s)
@@ -121,6 +127,7 @@ class RemoteSlots:
             offset=offset,
             size=size,
             node=self._remote_node(source.node),
+            tokens=self.tokens,
         )
         targets, arrived = [out for out in outs if out.nbytes], 0
         with self._errors(source.node, source.rank):

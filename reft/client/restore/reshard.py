@@ -86,7 +86,7 @@ class ShapeChange:
         """
         placement, readers = context.placement, context.readers
         published = gather(rank_group, lambda: self._publish(context, opened, facts), _PublishedState)
-        shard_match, wanted = match_leaves(placement, self.before, self.after, self.mismatched, facts)
+        shard_match, wanted = self._match_leaves(placement, facts)
         values = {digest: capsule_format.decode(data) for each in published for digest, data in each.values.items()}
         host_state = self._host_state(context, opened, facts, values)
         tree = host_state.tree(facts[0].step, facts[0].marked)
@@ -144,6 +144,38 @@ class ShapeChange:
             generators=[name for name, value in host.objects.items() if isinstance(value, torch.Generator)],
             takes_all=[name for name, value in host.objects.items() if hasattr(value, "load_state_dicts")],
         )
+
+    def _match_leaves(
+        self, placement: Placement, facts: Mapping[int, CapsuleFacts]
+    ) -> tuple[ShardMatch, Sequence[Sequence[Leaf]]]:
+        """Returns which bytes go where, and the leaves of each new rank.
+
+        Args:
+            placement: the placement that the base was written with.
+            facts: old rank → its facts.
+
+        Raises:
+            LayoutChanged: a leaf does not fit.
+        """
+        tables: dict[int, dict[str, Leaf]] = {}
+        unforeseen = {old: _unforeseen_leaves(each) for old, each in facts.items()}
+
+        def leaves_of(old: int) -> dict[str, Leaf]:
+            leaves = self.before[old]
+            return tables.setdefault(id(leaves), {leaf.name: leaf for leaf in leaves})
+
+        pieces, problems = pieces_of(placement, leaves_of, unforeseen)
+        wanted = wanted_leaves(with_unforeseen_state(self.after, [piece.leaf for piece in pieces]), pieces)
+        shard_match = match(pieces, wanted, self.mismatched)
+        lines = sorted(problems + shard_match.problems)
+        if lines:
+            rest = [f"and {len(lines) - LINES_MAX} more"] if len(lines) > LINES_MAX else []
+            raise LayoutChanged(
+                f"the snapshot of {counted(len(self.before), 'rank')} cannot be restored into this job of "
+                f"{len(self.after)}:\n  " + "\n  ".join(lines[:LINES_MAX] + rest),
+                "start the job in its old shape, or under another name, or delete the snapshots: reft-cli purge JOB --yes",
+            )
+        return shard_match, wanted
 
 
 def facts_of(placement: Placement, old: int, opened: OldRank, predicted: Sequence[Leaf]) -> CapsuleFacts:
@@ -215,46 +247,6 @@ def parts_to_publish(
             if digest not in seen and keepers[old] == rank:
                 yield old, part
             seen.add(digest)
-
-
-def match_leaves(
-    placement: Placement,
-    before: Sequence[Sequence[Leaf]],
-    after: Sequence[Sequence[Leaf]],
-    mismatched: Sequence[str],
-    facts: Mapping[int, CapsuleFacts],
-) -> tuple[ShardMatch, Sequence[Sequence[Leaf]]]:
-    """Returns which bytes go where, and the leaves of each new rank.
-
-    Args:
-        placement: the placement that the base was written with.
-        before: for each old rank its leaves in the manifest of the base's epoch.
-        after: for each new rank the leaves predicted now.
-        mismatched: names of leaves whose bytes differed between old ranks.
-        facts: old rank → its facts.
-
-    Raises:
-        LayoutChanged: a leaf does not fit.
-    """
-    tables: dict[int, dict[str, Leaf]] = {}
-    unforeseen = {old: _unforeseen_leaves(each) for old, each in facts.items()}
-
-    def leaves_of(old: int) -> dict[str, Leaf]:
-        leaves = before[old]
-        return tables.setdefault(id(leaves), {leaf.name: leaf for leaf in leaves})
-
-    pieces, problems = pieces_of(placement, leaves_of, unforeseen)
-    wanted = wanted_leaves(with_unforeseen_state(after, [piece.leaf for piece in pieces]), pieces)
-    shard_match = match(pieces, wanted, mismatched)
-    lines = sorted(problems + shard_match.problems)
-    if lines:
-        rest = [f"and {len(lines) - LINES_MAX} more"] if len(lines) > LINES_MAX else []
-        raise LayoutChanged(
-            f"the snapshot of {counted(len(before), 'rank')} cannot be restored into this job of {len(after)}:\n  "
-            + "\n  ".join(lines[:LINES_MAX] + rest),
-            "start the job in its old shape, or under another name, or delete the snapshots: reft-cli purge JOB --yes",
-        )
-    return shard_match, wanted
 
 
 def _unforeseen_leaves(facts: CapsuleFacts) -> UnforeseenLeaves:

@@ -25,7 +25,7 @@ import torch
 
 from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
-from reft.client.restore.executor import NO_RANK, LiveTarget, LoadReport, TransferExecutor
+from reft.client.restore.executor import NO_RANK, LoadReport, TransferExecutor
 from reft.client.restore.materialize import live_tensors
 from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank
 from reft.client.restore.remote_slots import remote_read_s
@@ -171,9 +171,8 @@ class Restore:
             context.placement.chunk_bytes,
             PeerMessages(transport, context.rank, len(context.placement.domains)),
             slots,
-            LiveTarget(
-                FlatTensorView(layout.leaves, layout.offsets, tensors, copies=context.decoder.begin()), match.offsets
-            ),
+            FlatTensorView(layout.leaves, layout.offsets, tensors, copies=context.decoder.begin()),
+            match.offsets,
             context.decoder,
             inline_leaves(match),
             {

@@ -334,8 +334,12 @@ class SnapshotWindow:
             self.snapshots = self.reviews.end(self.snapshots)
         self.reviews = None
 
-    def end(self) -> None:
-        """Finishes the newest snapshot; from here on steps are only counted."""
+    def end(self, failed: bool) -> None:
+        """Finishes the newest snapshot; from here on steps are only counted.
+
+        Args:
+            failed: whether an exception ends the session.
+        """
         if self.rehearsal is not None:
             self.rehearsal.close()
         if self.snapshots is None:
@@ -350,5 +354,5 @@ class SnapshotWindow:
             say(str(estimate))
         self.end_reviews()
         snapshots, self.snapshots, self.profiler = self.snapshots, None, None
-        snapshots.release()
+        snapshots.release(failed)
         snapshots.close()

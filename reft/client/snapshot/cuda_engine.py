@@ -46,7 +46,7 @@ from reft.client.snapshot.replica_sums import copy_sums, sums_bytes
 from reft.client.snapshot.save_plan import ParityTiling
 from reft.client.snapshot.stats import CopyStats
 from reft.client.snapshot.timeline import COPYING, TimelineEvent
-from reft.client.state.tensors import flat_bytes, is_dense
+from reft.client.torch_internals import copy_each
 from reft.core.pipeline import pacing
 from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
@@ -366,8 +366,8 @@ class _CudaCopy:
             if not kind:
                 continue
             begin = self._device.record_side()
-            for task in kind:
-                self._attempt(partial(enqueue, task))
+            # One attempt for all: to enter the stream costs more than to enqueue a copy.
+            self._attempt(partial(_call_each, enqueue, kind))
             nbytes = sum(self._transfers.written[task] for task in kind)
             self._pending.append(_Measured(begin, self._device.record_side(), tier, nbytes, kind[0] >= parts))
 
@@ -388,12 +388,12 @@ class _CudaCopy:
     def _gather(self) -> None:
         """Gathers leaves: those of the device on the compute stream, those of the host at once."""
         transfers, host_copy = self._transfers, self._host_copy
-        for tensor, place in transfers.small:
+        copy_each(transfers.small_places, transfers.small)
+        for tensor, place in transfers.gapped:
             place.copy_(tensor, non_blocking=True)
-        for tensor, at in transfers.host:
-            run = flat_bytes(tensor.contiguous() if not is_dense(tensor) else tensor)
-            host_copy[at : at + run.nbytes].copy_(run)
         at = transfers.host_offset
+        # One call for thousands of step counters; a copy by torch takes 0.7 µs for each.
+        memoryview(host_copy.numpy())[at:] = b"".join(transfers.host)
         transfers.gathered[at:].copy_(host_copy[at:], non_blocking=True)
         for tensor, offset in transfers.large:
             self._data[offset : offset + tensor.nbytes].copy_(tensor)
@@ -428,3 +428,8 @@ class _CudaCopy:
 
     def drop(self) -> None:
         """Does nothing: copies are enqueued at the mark, so there was a slot."""
+
+
+def _call_each(enqueue: Callable[[int], None], tasks: Sequence[int]) -> None:
+    for task in tasks:
+        enqueue(task)

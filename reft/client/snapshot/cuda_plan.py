@@ -11,7 +11,7 @@ the scratch, or the live tensor itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from reft.client.state.tensors import device_of, flat_bytes, is_dense
 from reft.core.coding import erasure
 from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, align
 from reft.errors import ReftError, UnsupportedState
+from reft.wire.slot_format import Bytes
 
 # One copy on the side stream; large enough for full bandwidth, small enough to stop between.
 TRANSFER_BYTES = 8 << 20
@@ -37,8 +38,12 @@ class CudaCopyPlan:
     Attributes:
         gathered: memory of the device: inline leaves, small leaves in the order of the slot, leaves
             of the host.
-        small: (live tensor on the device, its place in `gathered`).
-        host: (live tensor on the host, its offset in the host copy).
+        small: live bytes of dense tensors on the device. Bytes, because a copy of elements may
+            convert them, and change NaNs.
+        small_places: the places of these bytes in `gathered`.
+        gapped: (live tensor with gaps between its elements, its place in `gathered` or `host`).
+        host: the bytes of all leaves of the host, end to end, in the order of `gathered`: live
+            bytes of dense tensors, and between them padding and copies of gapped ones.
         riders_bytes: size of all inline leaves of the device; they begin at offset 0.
         host_offset: where the leaves of the host begin.
         places: leaf number → offset of a gathered leaf.
@@ -55,8 +60,10 @@ class CudaCopyPlan:
 
     save_plan: SavePlan
     gathered: torch.Tensor
-    small: list[tuple[torch.Tensor, torch.Tensor]]
-    host: list[tuple[torch.Tensor, int]]
+    small: list[torch.Tensor]
+    small_places: list[torch.Tensor]
+    gapped: list[tuple[torch.Tensor, torch.Tensor]]
+    host: list[memoryview]
     riders_bytes: int
     host_offset: int
     places: dict[int, int]
@@ -107,19 +114,28 @@ def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
     device = device_of(tensors)
     places, riders_bytes, host_offset, end = _gathered_offsets(save_plan)
     gathered = torch.zeros(end, dtype=torch.uint8, device=device)
-    small, host, sources = [], [], []
+    staging = torch.zeros(end - host_offset, dtype=torch.uint8, device="cpu")
+    small: list[torch.Tensor] = []
+    small_places: list[torch.Tensor] = []
+    on_host: dict[int, Bytes] = {}  # place in `staging` → live bytes
+    gapped, sources = [], []
     for i, (leaf, tensor) in enumerate(zip(save_plan.leaves, tensors, strict=True)):
         if i not in places:
             if not is_dense(tensor):
                 raise UnsupportedState(f"{leaf.name} has gaps between its elements and is too large to gather.")
             sources.append(flat_bytes(tensor))
             continue
-        run = gathered[places[i] : places[i] + leaf.nbytes]
-        sources.append(run)
-        if i in save_plan.host_resident:
-            host.append((tensor, places[i]))
+        at = places[i]
+        sources.append(gathered[at : at + leaf.nbytes])
+        is_host = i in save_plan.host_resident
+        place = staging[at - host_offset :][: leaf.nbytes] if is_host else sources[-1]
+        if not is_dense(tensor):
+            gapped.append((tensor, place.view(tensor.dtype).as_strided(tensor.shape, leaf.stride)))
+        elif leaf.nbytes and is_host:
+            on_host[at - host_offset] = flat_bytes(tensor).numpy()
         elif leaf.nbytes:
-            small.append((tensor, run.view(tensor.dtype).as_strided(tensor.shape, leaf.stride)))
+            small.append(flat_bytes(tensor))
+            small_places.append(place)
     pieces, late, large = _classify_runs(save_plan, places, sources, gathered)
     parts = [
         (source[at : at + TRANSFER_BYTES], offset + at)
@@ -138,10 +154,21 @@ def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
         f"{scratch_bytes} bytes of scratch memory, {save_plan.tiling.scratch} were allowed"
     )
     return CudaCopyPlan(
-        save_plan, gathered, small, host, riders_bytes, host_offset, places, sources, parts, written, late, large,
+        save_plan, gathered, small, small_places, gapped, _with_padding(on_host, staging.numpy()), riders_bytes,
+        host_offset, places, sources, parts, written, late, large,
         scratch=torch.empty(scratch_bytes, dtype=torch.uint8, device=device),
         zeros=torch.zeros(max((column.nbytes for column in columns), default=0), dtype=torch.uint8, device=device),
     )  # fmt: skip
+
+
+def _with_padding(live: Mapping[int, Bytes], staging: Bytes) -> list[memoryview]:
+    """Returns the pieces of `staging`, end to end, with live bytes in their places."""
+    pieces: list[Bytes] = []
+    end = 0
+    for at in sorted(live):
+        pieces += [staging[end:at], live[at]]
+        end = at + live[at].nbytes
+    return [piece.data for piece in (*pieces, staging[end:])]
 
 
 def _gathered_offsets(save_plan: SavePlan) -> tuple[dict[int, int], int, int, int]:

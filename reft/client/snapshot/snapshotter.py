@@ -274,12 +274,16 @@ class Snapshotter:
         self.slots.forget_lease()
         self._close()
 
-    def release(self) -> None:
-        """Tells the daemon that the session is closed; ignores slots that are still being made."""
+    def release(self, failed: bool = False) -> None:
+        """Tells the daemon that the session is closed; ignores slots that are still being made.
+
+        Args:
+            failed: whether an exception is the reason.
+        """
         self.slots.forget_lease()
         if self.recorder is not None:
             self.recorder.close()
-        self.reporter.release()
+        self.reporter.release(failed)
 
     def close(self) -> None:
         """Ends all threads and the connection to the daemon. The slots stay with the daemon."""

@@ -31,7 +31,8 @@ from reft.errors import RestoreError, UnsupportedState
 from reft.wire import capsule_format
 
 ALLOW = "Config(allow_pickled_extra_state=True), or REFT_ALLOW_PICKLED_EXTRA_STATE=1, if you trust all nodes of the job"
-# How torch.save and each modern pickle begin. A mark compares only this, since parsing takes long.
+# How torch.save and each modern pickle begin. A mark compares only this, since parsing takes long;
+# attach parses each answer once.
 BEGINNINGS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))
 
 
@@ -61,11 +62,15 @@ class ExtraState:
         answer = self.module.get_extra_state()
         self.cost = ExtraStateCost(time.perf_counter() - began_s, _nbytes(answer), self.name)
         if not self.allows_pickles and any(data.startswith(BEGINNINGS) for data in _raw(answer)):
-            raise UnsupportedState(
-                f"{self.name}: {type(self.module).__name__}.get_extra_state returns a pickle, which a restore would execute.",
-                ALLOW,
-            )
+            raise self.pickled()
         return {"extra_state": answer}
+
+    def pickled(self) -> UnsupportedState:
+        """Returns the error for an answer that is a pickle."""
+        kind = type(self.module).__name__
+        return UnsupportedState(
+            f"{self.name}: {kind}.get_extra_state returns a pickle, which a restore would execute.", ALLOW
+        )
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Hands an earlier answer to the module.
@@ -106,7 +111,7 @@ def is_pickle(data: bytes) -> bool:
 
 
 def check_cost(states: Mapping[str, ExtraState], every: int, adapts: bool) -> None:
-    """Refuses extra states that are too slow or too large for every mark.
+    """Refuses extra states that are pickles, or too slow or too large for every mark.
 
     Args:
         states: the extra states, by name.
@@ -118,7 +123,11 @@ def check_cost(states: Mapping[str, ExtraState], every: int, adapts: bool) -> No
     """
     if not states:
         return
-    sizes = {name: len(capsule_format.encode(to_plain(state.state_dict()))) for name, state in states.items()}
+    answers = {name: state.state_dict() for name, state in states.items()}
+    for name, answer in answers.items():
+        if not states[name].allows_pickles and any(map(is_pickle, _raw(answer))):
+            raise states[name].pickled()  # of a kind that marks do not look for
+    sizes = {name: len(capsule_format.encode(to_plain(answer))) for name, answer in answers.items()}
     if sum(sizes.values()) > BYTES_MAX:
         name = max(sizes, key=lambda each: sizes[each])
         raise UnsupportedState(

@@ -40,6 +40,7 @@ class HostState:
         tracked: the tracked objects; this class stores their parameter groups.
         objects: name → an object with state_dict and load_state_dict, or a torch.Generator.
         begin_copy: begins the copy of a tensor from its device to the host.
+        names: of all parameters, if a tensor index has them already.
 
     Attributes:
         marked: the generators at the newest mark that was taken; None before the first one.
@@ -55,12 +56,13 @@ class HostState:
         tracked: TrackedObjects,
         objects: Mapping[str, Any],
         begin_copy: Callable[[torch.Tensor], HostCopy] = begin_host_copy,
+        names: ParameterNames | None = None,
     ) -> None:
         self._tracked = tracked
         self._begin_copy = begin_copy
         self._objects = objects
         self._extra_states = [value for value in objects.values() if isinstance(value, ExtraState)]
-        self._names = tracked.names()
+        self._names = tracked.names() if names is None else names
         self.marked: MarkedGenerators | None = None
         self.moves: Sequence[str] | None = None
         for name, value in objects.items():

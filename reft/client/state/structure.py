@@ -38,7 +38,7 @@ Groups = Sequence[Mapping[str, Any]]
 def trainable(names: ParameterNames) -> bytes:
     """Returns which parameters get gradients: a bit for each, in the order of `names`."""
     tensors = names.once("tensors", lambda: [named.tensor for named in names.values()])
-    return np.packbits(np.fromiter(map(REQUIRES_GRAD, tensors), bool, len(tensors))).tobytes()
+    return np.packbits(np.frombuffer(bytes(map(REQUIRES_GRAD, tensors)), bool)).tobytes()
 
 
 def group_counts(tracked: TrackedObjects) -> Sequence[int]:
@@ -57,7 +57,8 @@ def rebuild(tracked: TrackedObjects, counts: Sequence[int], tree: Mapping[str, A
     Returns:
         What is different now, as texts for the user.
     """
-    thawed = _thaw([*tracked.names().values()], tree.get("trainable", b""))
+    names = tracked.names()
+    thawed = _thaw([*names.values()], tree.get("trainable", b""))
     changes = [f"{counted(thawed, 'parameter')} frozen or unfrozen"] if thawed else []
     optimizers = tracked.items()[len(tracked.modules) :]
     for (prefix, value, extractor), count in zip(optimizers, counts, strict=True):
@@ -66,7 +67,7 @@ def rebuild(tracked: TrackedObjects, counts: Sequence[int], tree: Mapping[str, A
         if earlier := value.param_groups[count:]:
             del value.param_groups[count:]  # an earlier try made them, for another version
             changes.append(f"{counted(len(earlier), 'group')} taken from {prefix}")
-        names = tracked.names()
+            names = tracked.names()
         live = [[names[id(parameter)].name for parameter in group["params"]] for group in value.param_groups]
         by_name = {named.name: named.tensor for named in names.values() if not named.name.startswith("optimizer.")}
         missing = missing_groups(live, tree.get("subjects", {}).get(prefix, {}).get("groups", ()), by_name)
@@ -75,6 +76,7 @@ def rebuild(tracked: TrackedObjects, counts: Sequence[int], tree: Mapping[str, A
             value.add_param_group({"params": parameters, **from_plain(group["values"])})
         if missing:
             changes.append(f"{counted(len(missing), 'group')} added to {prefix}")
+            names = tracked.names()
     return tuple(changes)
 
 

@@ -9,20 +9,22 @@ each tensor was found, so the next step can check quickly that nothing has chang
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from reft.client.memory.entries import are_same, source_of
+from reft.client.memory import locations
+from reft.client.memory.entries import END, are_same, source_of
+from reft.client.memory.locations import UINT64
 from reft.client.state.extract.dtensor import Region, local_piece
 from reft.client.state.inner_tensors import PLAIN_TYPES, InnerTensor, inner_region, inner_tensors
 from reft.client.state.parameters import ParameterNames
-from reft.client.torch_internals import WRAPPERS, local_tensor, write_count
+from reft.client.torch_internals import WRAPPERS, local_tensor
 from reft.core.layout.layout import Layout, Leaf, pack, plain_strides, strides_of
 from reft.errors import UnsupportedState
 
@@ -101,8 +103,6 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 SHAPE = attrgetter("shape")
 ADDRESS = torch.Tensor.data_ptr
-NUMEL = torch.Tensor.numel
-BLOCK = 1024  # fixed tensors of which all facts are read before the next ones: so many fit into a core's cache
 
 
 class TensorPlaces:
@@ -113,9 +113,7 @@ class TensorPlaces:
         # Those of `_tracked` whose container is not in `_views`.
         self._single_entries: list[tuple[Mapping[Any, Any], Any, object]] = []
         self._sizes: list[tuple[Any, int]] = []
-        # Containers without entries, as most modules have.
-        self._empty: list[Any] = []
-        # What `are_same` reads of each other container, and the entries of all these.
+        # What `are_same` reads of each container; their entries, with END behind those of each.
         self._sources: list[Iterable[Any]] = []
         self._entries: list[Any] = []
         # Ids of the containers of which all entries are tracked.
@@ -139,11 +137,9 @@ class TensorPlaces:
         self._listed.add(id(container))
         if isinstance(container, MutableMapping):
             self._containers.append(container)
-        if not container:
-            self._empty.append(container)
-            return
         self._sources.append(source_of(container))
         self._entries.extend(container.values() if isinstance(container, Mapping) else container)
+        self._entries.append(END)
 
     def rollback_to(self, before: TensorPlaces) -> None:
         """Removes every tensor found since `before`, and puts back replaced values."""
@@ -168,33 +164,10 @@ class TensorPlaces:
         Runs at every mark, so the code is terse.
         """
         return (
-            not any(self._empty)
-            and all(len(container) == size for container, size in self._sizes)
-            and are_same(self._sources, self._entries)
+            all(len(container) == size for container, size in self._sizes)
+            and are_same(self._sources, self._entries, END)
             and all(place.get(key) is value for place, key, value in self._single_entries)
         )
-
-
-class _FixedTensors(NamedTuple):
-    """Up to BLOCK fixed tensors: their names, and what was found of each.
-
-    Attributes:
-        names: names of the leaves.
-        locals: the local memory of each.
-        counted: the tensors on which torch counts writes.
-        addresses: the addresses of the local memory.
-        numels: the numbers of elements.
-    """
-
-    names: list[str]
-    locals: list[torch.Tensor]
-    counted: list[torch.Tensor]
-    addresses: list[int]
-    numels: list[int]
-
-    def versions(self) -> Iterable[int]:
-        """Yields how often each tensor was written in place."""
-        return map(write_count, self.counted)
 
 
 class TensorLocations:
@@ -206,9 +179,13 @@ class TensorLocations:
     """
 
     def __init__(self) -> None:
-        # By the kind of state: tensors of one kind lie at equal distances, and the processor then
-        # reads ahead. In the order of discovery the kinds take turns.
-        self._fixed: dict[str, list[_FixedTensors]] = {}
+        # Of each fixed tensor: the leaf's name, its local memory, the tensor on which torch counts
+        # writes, and the address and size of the local memory.
+        self._names: list[str] = []
+        self._fixed: list[torch.Tensor] = []
+        self._counted: list[torch.Tensor] = []
+        self._addresses = array(UINT64)
+        self._sizes = array(UINT64)
         # Of each other tensor.
         self._others: list[torch.Tensor] = []
         self._other_addresses: list[int] = []
@@ -242,22 +219,16 @@ class TensorLocations:
         if staged or counted.is_inference():
             self.track_address(local)
             return
-        kind = name.split(".", 3)[2] if name.startswith("optimizer.") else ""
-        blocks = self._fixed.setdefault(kind, [])
-        if not blocks or len(blocks[-1].names) == BLOCK:
-            blocks.append(_FixedTensors([], [], [], [], []))
-        block = blocks[-1]
-        block.names.append(name)
-        block.locals.append(local)
-        block.counted.append(counted)
-        block.addresses.append(local.data_ptr())
-        block.numels.append(local.numel())
+        self._names.append(name)
+        self._fixed.append(local)
+        self._counted.append(counted)
+        self._addresses.append(local.data_ptr())
+        self._sizes.append(local.numel())
 
-    def current_versions(self) -> list[int] | None:
+    def current_versions(self) -> Sequence[int] | None:
         """Returns the fixed tensors' write counts; None if any address or size has changed.
 
-        Runs at every mark. The memory of thousands of tensors does not fit into the caches. So all
-        reads of a block of tensors come before those of the next block.
+        Runs at every mark.
         """
         if not (
             all(map(is_, map(local_tensor, self._wrappers), self._locals))
@@ -265,23 +236,21 @@ class TensorLocations:
             and list(map(SHAPE, self._others)) == self._shapes
         ):
             return None
-        versions: list[int] = []
-        for block in self._blocks():
-            if list(map(ADDRESS, block.locals)) != block.addresses or list(map(NUMEL, block.locals)) != block.numels:
-                return None
-            versions += block.versions()
-        return versions
+        is_in_place, versions = self._read()
+        return versions if is_in_place else None
 
-    def versions(self) -> list[int]:
+    def versions(self) -> Sequence[int]:
         """Returns how often each fixed tensor was written in place."""
-        return [*chain.from_iterable(block.versions() for block in self._blocks())]
+        return self._read()[1]
 
-    def names(self) -> list[str]:
+    def names(self) -> Sequence[str]:
         """Returns the names of the fixed tensors, in the order of `versions`."""
-        return [*chain.from_iterable(block.names for block in self._blocks())]
+        return self._names
 
-    def _blocks(self) -> Iterable[_FixedTensors]:
-        return chain.from_iterable(self._fixed.values())
+    def _read(self) -> tuple[bool, Sequence[int]]:
+        """Returns whether the fixed tensors have their addresses and sizes; their write counts."""
+        versions = array(UINT64, bytes(8 * len(self._fixed)))
+        return locations.read(self._fixed, self._counted, self._addresses, self._sizes, versions), versions
 
 
 @dataclass
@@ -409,11 +378,11 @@ class TensorIndex:
         """Returns whether every tensor is where it was, and none was added or removed."""
         return self.current_versions() is not None
 
-    def current_versions(self) -> list[int] | None:
+    def current_versions(self) -> Sequence[int] | None:
         """Returns what `versions` returns; None if a tensor is elsewhere, was added or removed."""
         return self.locations.current_versions() if self.places.is_current() else None
 
-    def versions(self) -> list[int]:
+    def versions(self) -> Sequence[int]:
         """Returns how often each fixed tensor was written in place.
 
         For a DTensor, torch counts on the DTensor, not on its local tensor.

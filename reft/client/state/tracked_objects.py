@@ -89,14 +89,6 @@ class TrackedObjects:
         """Yields all parameters, each once."""
         yield from self.names().values()
 
-    @property
-    def makes_on_host(self) -> bool:
-        """Whether `make` creates every large tensor in its host buffer.
-
-        False if a parameter lies on a device or is a flat parameter.
-        """
-        return all(named.local.device.type == "cpu" and not named.runs for named in self.parameters())
-
     def extra_states(self, allows_pickles: bool = False) -> dict[str, ExtraState]:
         """Returns the modules' extra state (`get_extra_state`: fp8 scales, …), by name.
 
@@ -135,9 +127,12 @@ class TrackedObjects:
         device_of(index.tensors.values())
         return index
 
-    def predict(self) -> list[Leaf]:
-        """Returns the leaves that the first step will probably create."""
-        names = self.names()
+    def predict(self, names: ParameterNames) -> list[Leaf]:
+        """Returns the leaves that the first step will probably create.
+
+        Args:
+            names: of all parameters, as `bind` or `names` returned them.
+        """
         return [leaf for prefix, value, extractor in self.items() for leaf in extractor.predict(prefix, value, names)]
 
     def make(self, leaves: Sequence[Leaf], buffer: HugePageBuffer) -> None:

@@ -368,14 +368,16 @@ def _deal(sizes: Sequence[int], domains: Sequence[int]) -> Iterator[list[int]]:
     for rank in sorted((rank for rank, size in enumerate(sizes) if size), key=lambda rank: (sizes[rank], -rank)):
         ranks_of.setdefault(domains[rank], []).append(rank)
     count = sum(map(len, ranks_of.values()))
-    most = max(map(len, ranks_of.values()), default=0)
+    domains_with: dict[int, set[int]] = {}  # number of remaining ranks → the domains that have so many
+    for domain, ranks in ranks_of.items():
+        domains_with.setdefault(len(ranks), set()).add(domain)
+    most = max(domains_with, default=0)
     heads: list[tuple[int, int, int]] = []  # a heap: -size, rank and domain of each domain's next rank
     for domain, ranks in ranks_of.items():
         heappush(heads, (-sizes[ranks[-1]], ranks[-1], domain))
     for lanes in range(max(most, -(-count // GUARD_WIDTH_MAX)), 0, -1):
         width = -(-count // lanes)
-        due = {domain for domain, ranks in ranks_of.items() if len(ranks) == lanes} if lanes <= most else set()
-        chosen = set(due)
+        chosen = set(domains_with.get(lanes, ()))
         while len(chosen) < width:
             _, rank, domain = heappop(heads)
             if ranks_of[domain] and ranks_of[domain][-1] == rank:
@@ -383,6 +385,8 @@ def _deal(sizes: Sequence[int], domains: Sequence[int]) -> Iterator[list[int]]:
         yield [ranks_of[domain].pop() for domain in chosen]
         count -= width
         for domain in chosen:
+            domains_with[len(ranks_of[domain]) + 1].remove(domain)
+            domains_with.setdefault(len(ranks_of[domain]), set()).add(domain)
             if ranks_of[domain]:
                 rank = ranks_of[domain][-1]
                 heappush(heads, (-sizes[rank], rank, domain))

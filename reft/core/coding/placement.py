@@ -32,6 +32,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,7 +42,7 @@ from typing import Literal, NamedTuple, get_args
 from reft.core.budget import SLOTS_EXCHANGE, format_bytes
 from reft.core.coding.erasure import ErasureCode, code_for
 from reft.core.coding.exchange import GuardLane, guard_lanes, requested_losses
-from reft.core.layout.cells import Cell, Division
+from reft.core.layout.cells import HOLDERS_MAX, Cell, Division
 from reft.core.layout.layout import ALIGNMENT, Layout, align
 from reft.core.text import counted
 
@@ -363,7 +364,8 @@ def place(
         slots: number of slots of each rank. With fewer than four nothing is exchanged.
 
     Raises:
-        ValueError: an argument is out of range, or `domains` does not have one entry for each rank.
+        ValueError: an argument is out of range, `domains` does not have one entry for each rank, or
+            the lanes have more than HOLDERS_MAX members.
     """
     if len(domains) != len(division.layout_of):
         raise ValueError(f"{len(domains)} domains for {len(division.layout_of)} ranks; give each rank's domain")
@@ -373,6 +375,8 @@ def place(
         raise ValueError(f"tolerate {tolerate}; it must be 0 to {WIDTH_MAX - 1}")
     if chunk_bytes < 1 or chunk_bytes % ALIGNMENT:
         raise ValueError(f"chunk_bytes {chunk_bytes}; it must be a positive multiple of {ALIGNMENT}")
+    if (members := sum(_lane_members(cell, domains) for cell in division.cells)) > HOLDERS_MAX:
+        raise ValueError(f"{members} members of lanes; the limit is {HOLDERS_MAX}")
     interned: dict[tuple[int, ...], tuple[int, ...]] = {}  # lanes with equal members share one tuple, to save memory
     lanes = [
         Lane(
@@ -386,6 +390,12 @@ def place(
         for begin, nbytes, members in _cut_into_lanes(cell, domains)
     ]
     return Placement(division, tuple(lanes), tuple(domains), scheme, tolerate, chunk_bytes, slots)
+
+
+def _lane_members(cell: Cell, domains: Sequence[int]) -> int:
+    """Returns how many members all lanes of a cell have together."""
+    counts = Counter(domains[rank] for rank in cell.holders)
+    return len(counts) * max(counts.values())
 
 
 def _cut_into_lanes(cell: Cell, domains: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -485,8 +495,10 @@ def capsules_among(
     own_ranks = nodes[node]
     lanes_of_node = (lane for lane in placement.all_lanes if lane.code.f and not lane.is_without(own_ranks))
     lane = min(lanes_of_node, key=lambda lane: lane.D, default=None)
-    nodes_of_lane = [] if lane is None else [i for i, ranks in enumerate(nodes) if not lane.is_without(ranks)]
-    return lane, nodes_of_lane
+    if lane is None:
+        return None, []
+    members = frozenset(lane.members)
+    return lane, [i for i, ranks in enumerate(nodes) if not members.isdisjoint(ranks)]
 
 
 def holders_among(

@@ -21,35 +21,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import TypeVar
 
 from reft.core.layout.layout import SMALL_BYTES, Layout, Leaf, pack
-from reft.core.layout.sharing import OwnLeaves, sharing
+from reft.core.layout.sharing import OwnLeaves, SharedLeaves, sharing
 from reft.core.layout.symbolic import SymbolicLayout, symbolic_form
 
 T = TypeVar("T")
 OWN_LEAVES_CACHE = 16  # layouts whose own leaves are cached: enough for the ranks of one node
 # Bytes of one rank's inline leaves. They travel with every snapshot, and a capsule holds 1 MiB.
 INLINE_BYTES_MAX = 256 << 10
+HOLDERS_MAX = 8 << 20  # of all cells together, and of all their lanes: a placement lists them
 
 
 @dataclass(frozen=True)
 class Cell:
     """Leaves with the same holders, end to end. Padding between and after leaves is zeros.
 
+    The leaves are listed on demand: a job has up to as many cells as ranks, and a rank has few.
+
     Attributes:
-        leaves: small leaves first, then by name.
-        offsets: offset of each leaf in the cell, in bytes; multiples of layout.ALIGNMENT.
+        shared: the leaves, in any order.
         nbytes: size of the cell in bytes, at least 1.
         holders: ranks that hold the whole cell, ascending, at least two.
     """
 
-    leaves: tuple[Leaf, ...]
-    offsets: tuple[int, ...]
+    shared: tuple[SharedLeaves, ...]
     nbytes: int
     holders: tuple[int, ...]
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves: small ones first, then by name."""
+        return self._packed.leaves
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The offset of each leaf in the cell, in bytes; multiples of layout.ALIGNMENT."""
+        return self._packed.offsets
+
+    @cached_property
+    def _packed(self) -> Layout:
+        return pack(_by_name(chain.from_iterable(shared.leaves() for shared in self.shared)))
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,8 @@ def divide(
             on their node.
 
     Raises:
-        ValueError: `layouts` lacks the layout of a rank.
+        ValueError: `layouts` lacks the layout of a rank, or the cells have more than HOLDERS_MAX
+            holders.
     """
     ranks_of: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(layout_of):
@@ -114,11 +130,14 @@ def divide(
         for digest in digests
     ]
     shared = sharing(forms, [len(ranks_of[digest]) for digest in digests], mismatched)
+    count = sum(len(ranks_of[digests[index]]) for indices in shared.groups for index in indices)
+    if count > HOLDERS_MAX:
+        raise ValueError(f"{count} holders of {len(shared.groups)} cells; the limit is {HOLDERS_MAX}")
     cells: list[tuple[Cell, tuple[int, ...]]] = []  # with the indices of the layouts that have the cell
-    for indices, leaves in shared.groups.items():
+    for indices, families in shared.groups.items():
         holders = tuple(sorted(chain.from_iterable(ranks_of[digests[index]] for index in indices)))
-        packed = pack(_by_name(leaves))
-        cells.append((Cell(packed.leaves, packed.offsets, packed.data_bytes, holders), indices))
+        nbytes = sum(family.nbytes for family in families)
+        cells.append((Cell(tuple(families), nbytes, holders), indices))
     cells.sort(key=lambda pair: pair[0].holders)
 
     cells_of: dict[bytes, list[int]] = {digest: [] for digest in digests}

@@ -17,7 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, Leaf
-from reft.core.layout.symbolic import WHOLE, LeafPattern, PatternTable, SymbolicLayout, leaves_of
+from reft.core.layout.symbolic import WHOLE, AxisCut, LeafPattern, PatternTable, SymbolicLayout, leaves_of
+
+# Layouts × families of their leaves. A manifest of 16 MiB could ask for billions; jobs of a hundred
+# thousand ranks have a few families, or few layouts.
+COMBINATIONS_MAX = 4 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +42,31 @@ class Sharing:
     """Which layouts have which leaves. A layout is named by its index.
 
     Attributes:
-        groups: layouts that share leaves → the shared leaves.
+        groups: layouts that share leaves → the shared leaves, family by family.
         own: for each layout, the leaves that no other layout has.
     """
 
-    groups: dict[tuple[int, ...], list[Leaf]]
+    groups: dict[tuple[int, ...], list[SharedLeaves]]
     own: tuple[OwnLeaves, ...]
+
+
+@dataclass(frozen=True)
+class SharedLeaves:
+    """The leaves of one family that several ranks have, listed on demand.
+
+    Attributes:
+        patterns: of the leaves.
+        cuts: of the axes of their table.
+        nbytes: of all leaves, with padding.
+    """
+
+    patterns: tuple[LeafPattern, ...]
+    cuts: tuple[AxisCut, ...]
+    nbytes: int
+
+    def leaves(self) -> list[Leaf]:
+        """Returns the leaves."""
+        return leaves_of(self.patterns, self.cuts)
 
 
 @dataclass(frozen=True)
@@ -90,6 +113,7 @@ class LeafSizes:
                     self._axes[i, dim] = axis
         self._staged = np.array([pattern.staged for pattern in table.patterns], np.bool_)
         self._cache: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._padded: dict[tuple[PatternFamily, tuple[int, ...]], int] = {}
 
     def of(self, sizes: Sequence[int]) -> NDArray[np.int64]:
         """Returns the bytes of each leaf, int64 [leaves].
@@ -99,6 +123,17 @@ class LeafSizes:
         """
         nbytes: NDArray[np.int64] = self._whole * np.array([*sizes, 1], np.int64)[self._axes].prod(1)
         return nbytes
+
+    def padded_bytes(self, sizes: tuple[int, ...], family: PatternFamily) -> int:
+        """Returns the bytes of a family's leaves, each with its padding.
+
+        The result is cached: it is the same for all ranks whose runs have these sizes.
+        """
+        key = (family, sizes)
+        if key not in self._padded:
+            nbytes = self.of(sizes)[list(family.indices)]
+            self._padded[key] = int((-(-nbytes // ALIGNMENT) * ALIGNMENT).sum())
+        return self._padded[key]
 
     def unreplicated_bytes(
         self, sizes: tuple[int, ...], families: tuple[PatternFamily, ...], inline_bytes_max: int
@@ -130,6 +165,10 @@ def sharing(layouts: Sequence[SymbolicLayout], ranks: Sequence[int], mismatched:
         ranks: number of ranks that have each layout. A leaf is shared if at least two ranks have
             it.
         mismatched: names of leaves that are never shared.
+
+    Raises:
+        ValueError: a table names two leaves alike, or there are more than COMBINATIONS_MAX layouts
+            and families to compare.
     """
     numbers: dict[PatternTable, int] = {}
     number_of: dict[int, int] = {}  # by id(table): tables are large to hash, and layouts share them
@@ -140,17 +179,21 @@ def sharing(layouts: Sequence[SymbolicLayout], ranks: Sequence[int], mismatched:
         if number_of[id(layout.table)] == len(users):
             users.append([])
         users[number_of[id(layout.table)]].append(index)
-    groups: dict[tuple[int, ...], list[Leaf]] = {}
+    groups: dict[tuple[int, ...], list[SharedLeaves]] = {}
     own: list[list[PatternFamily]] = [[] for _ in layouts]
-    for members in _families(list(numbers), frozenset(mismatched)):
-        for index, family in _divide(members, layouts, ranks, users, groups):
-            own[index].append(family)
     sizes = [LeafSizes(table) for table in numbers]
+    families = _families(list(numbers), frozenset(mismatched))
+    combinations = sum(len(users[member.table]) for members in families for member in members)
+    if combinations > COMBINATIONS_MAX:
+        raise ValueError(f"{combinations} layouts and families of leaves to compare; the limit is {COMBINATIONS_MAX}")
+    for members in families:
+        for index, family in _divide(members, layouts, ranks, users, sizes, groups):
+            own[index].append(family)
     return Sharing(
         groups,
         tuple(
-            OwnLeaves(layout, sizes[number_of[id(layout.table)]], tuple(families))
-            for layout, families in zip(layouts, own, strict=True)
+            OwnLeaves(layout, sizes[number_of[id(layout.table)]], tuple(own_families))
+            for layout, own_families in zip(layouts, own, strict=True)
         ),
     )
 
@@ -181,7 +224,12 @@ def _families(tables: Sequence[PatternTable], mismatched: frozenset[str]) -> lis
 
     Returns:
         For each family, one member for each table that has its names.
+
+    Raises:
+        ValueError: a table names two leaves alike.
     """
+    if any(len({pattern.name for pattern in table.patterns}) != len(table.patterns) for table in tables):
+        raise ValueError("two leaves have the same name")
     # name → (number of the table, index of the pattern in it, pattern)
     occurrences: dict[str, list[tuple[int, int, LeafPattern]]] = {}
     for number, table in enumerate(tables):
@@ -218,7 +266,8 @@ def _divide(
     layouts: Sequence[SymbolicLayout],
     ranks: Sequence[int],
     users: Sequence[Sequence[int]],
-    groups: dict[tuple[int, ...], list[Leaf]],
+    sizes: Sequence[LeafSizes],
+    groups: dict[tuple[int, ...], list[SharedLeaves]],
 ) -> Iterator[tuple[int, PatternFamily]]:
     """Adds the shared leaves of one family to their groups; yields the unshared ones.
 
@@ -227,6 +276,7 @@ def _divide(
         layouts: all layouts.
         ranks: number of ranks that have each layout.
         users: for each table, the indices of its layouts.
+        sizes: for each table, the sizes of its leaves.
         groups: layouts that share leaves → the shared leaves; extended here.
 
     Yields:
@@ -250,8 +300,10 @@ def _divide(
         if key in unshared or (len(entries) == 1 and ranks[index] == 1):
             yield from ((index, member.family) for index, member in entries)
         else:
+            cuts = layouts[index].cuts
+            nbytes = sizes[member.table].padded_bytes(tuple(cut.size for cut in cuts), member.family)
             group = groups.setdefault(tuple(sorted(number for number, _ in entries)), [])
-            group += leaves_of(member.patterns, layouts[index].cuts)
+            group.append(SharedLeaves(member.patterns, cuts, nbytes))
 
 
 def _kind(pattern: LeafPattern) -> object:

@@ -38,7 +38,7 @@ term are dropped before they get here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
 
@@ -179,22 +179,22 @@ def hung(stall: Stall, laggard: int | None) -> str:
     )
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class HeartbeatChannel:
     """One way to hear a node: its daemon's calls, its daemon's answers, or its agent's calls."""
 
     last_s: float | None = None
-    _gap_s: float = 0.0
+    gap_s: float = 0.0
 
-    def heard(self, now_s: float) -> None:
+    def heard(self, now_s: float) -> HeartbeatChannel:
+        """Returns the channel after a sign of life."""
         gap_s = now_s - self.last_s if self.last_s is not None else 0.0
-        self._gap_s = min(max(gap_s, self._gap_s * GAP_FADES), GAP_MAX_S)
-        self.last_s = now_s
+        return HeartbeatChannel(now_s, min(max(gap_s, self.gap_s * GAP_FADES), GAP_MAX_S))
 
     @property
     def patience_s(self) -> float:
         """Returns how long silence may last: MISSES beats, or longer for a slow node."""
-        return max(MISSES * BEAT_S, self._gap_s + 2 * BEAT_S)
+        return max(MISSES * BEAT_S, self.gap_s + 2 * BEAT_S)
 
     def silent_s(self, now_s: float, since_s: float) -> float:
         """Returns the seconds of silence, counted from `since_s` at the earliest."""
@@ -204,7 +204,10 @@ class HeartbeatChannel:
         return self.silent_s(now_s, since_s) > self.patience_s
 
 
-@dataclass
+NEVER_HEARD = HeartbeatChannel()  # most of thousands of nodes beat to others
+
+
+@dataclass(slots=True)
 class WatchedNode:
     """One node in one term.
 
@@ -212,9 +215,9 @@ class WatchedNode:
     """
 
     name: str
-    calls: HeartbeatChannel = field(default_factory=HeartbeatChannel)
-    answers: HeartbeatChannel = field(default_factory=HeartbeatChannel)
-    agent: HeartbeatChannel = field(default_factory=HeartbeatChannel)
+    calls: HeartbeatChannel = NEVER_HEARD
+    answers: HeartbeatChannel = NEVER_HEARD
+    agent: HeartbeatChannel = NEVER_HEARD
     others_s: float | None = None  # newest time at which another node heard this node's daemon
     other: str = ""  # name of that other node
     gone: bool = False  # the daemon's address refuses connections: its process has ended
@@ -375,14 +378,19 @@ class FailureDetector:
             heard_s: node → seconds since the sender heard that node's daemon.
             now_s: time of arrival.
         """
-        return self._hear_daemon(node, self.members[node].calls, reports, heard_s, now_s)
+        self._restart_silence_if_cut_off(node, now_s)
+        each = self.members[node]
+        each.calls = each.calls.heard(now_s)
+        return self._hear_daemon(node, reports, heard_s, now_s)
 
     def answered(
         self, node: str, reports: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
     ) -> list[SignalChange]:
         """Handles the answer of a node's daemon to our beat; arguments as of `spoke`."""
-        self.members[node].gone = False
-        return self._hear_daemon(node, self.members[node].answers, reports, heard_s, now_s)
+        self._restart_silence_if_cut_off(node, now_s)
+        each = self.members[node]
+        each.gone, each.answers = False, each.answers.heard(now_s)
+        return self._hear_daemon(node, reports, heard_s, now_s)
 
     def refused(self, node: str) -> None:
         """Notes that a node's host refused the connection: no daemon listens there."""
@@ -390,7 +398,8 @@ class FailureDetector:
 
     def agent_spoke(self, node: str, agent: AgentPhase, now_s: float) -> list[SignalChange]:
         """Handles a beat of a node's agent; returns the changes."""
-        self.members[node].agent.heard(now_s)
+        each = self.members[node]
+        each.agent = each.agent.heard(now_s)
         if agent is AgentPhase.FAILED:
             return self.take_report(NodeReport(node, Signal.UNHEALTHY, "its agent says that a worker failed."), now_s)
         if agent is AgentPhase.FINISHED:
@@ -406,13 +415,10 @@ class FailureDetector:
     def _hear_daemon(
         self,
         node: str,
-        channel: HeartbeatChannel,
         reports: Iterable[NodeReport],
         heard_s: Mapping[str, float],
         now_s: float,
     ) -> list[SignalChange]:
-        self._restart_silence_if_cut_off(node, now_s)
-        channel.heard(now_s)
         changes = []
         is_given_up = self.members[node].signal is Signal.OFFLINE
         for report in reports:

@@ -32,6 +32,7 @@ from reft.core.text import counted, every
 
 REQUIRE = "REFT_RESTORE=require"
 FRAME = "=" * 88
+REASON_MAX = 300  # characters of the reason why a node is silent
 RANKS_MAX = 8  # a line names at most so many ranks
 PARTIAL_MAX = 3  # versions that can't be restored and whose reason is given
 
@@ -90,7 +91,7 @@ def judge_holdings(
         reason = "no version was ever whole: there is nothing to recover. A restart starts without a snapshot."
         return Holdings(HoldingState.EMPTY, None, missing, reason)
     if plan.base is None:
-        silent = [f"Node {name} does not answer." for name in inventory.silent]
+        silent = [f"Node {name} does not answer{_reason_of(why)}." for name, why in inventory.silent.items()]
         causes = " ".join([*missing, *silent]) or "no slots are left."
         reason = f"job {job} had a whole version, but no version is whole now: {causes}"
         return Holdings(HoldingState.UNRECOVERABLE, None, missing, reason, _remedy(job, inventory))
@@ -198,6 +199,11 @@ def _missing(
     return lines + [
         f"The memory of node {name} is gone: the daemon there began with an empty folder." for name in inventory.emptied
     ]
+
+
+def _reason_of(silence: str) -> str:
+    """Returns a reason in brackets; "" if none is known."""
+    return f" ({silence[:REASON_MAX]})" if silence else ""
 
 
 def _remedy(job: str, inventory: Inventory) -> str:

@@ -12,15 +12,15 @@ the versions that count under it. The decision that no other one outranks is *in
 Invariants
   1. The same inventories give the same answers on every rank. The order of the nodes does not
      matter.
-  2. A job has a random token, which each later manifest keeps. A node whose manifest has another
-     token holds another job of the same name. It does not count for this job.
+  2. A job has a random mark, which each later manifest keeps. A node whose manifest has another
+     mark holds another job of the same name. It does not count for this job.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from reft.core.commit.decision import Decision
@@ -54,12 +54,12 @@ class ManifestFacts:
     """The parts of a manifest that decisions need.
 
     Attributes:
-        token: token of the job.
+        mark: tells the job from any other job of its name.
         members: the nodes of the job.
         history: failures and training time of the job until the manifest was made.
     """
 
-    token: bytes
+    mark: bytes
     members: tuple[ManifestNode, ...]
     history: FailureHistory
 
@@ -119,7 +119,7 @@ class Inventory:
         reports: node id → the inventory of its daemon.
         manifests: epoch → the manifest that its versions were written under, if any node has that
             manifest.
-        silent: names of nodes of the newest manifest that did not answer.
+        silent: names of nodes of the newest manifest that did not answer → the reasons, perhaps "".
         emptied: names of such nodes where another daemon answered: what the node held is gone.
         before: the inventory of the first try of this attach; None in the first try. A later try
             follows if the first base turned out damaged. The first try's decision wrote nothing.
@@ -130,7 +130,7 @@ class Inventory:
 
     reports: Mapping[str, NodeInventory]
     manifests: Mapping[Epoch, ManifestFacts]
-    silent: tuple[str, ...] = ()
+    silent: Mapping[str, str] = field(default_factory=dict)
     emptied: tuple[str, ...] = ()
     before: Inventory | None = None
     stored: tuple[Decision, ...] = ()
@@ -162,12 +162,12 @@ class Inventory:
             return [self.chosen]
         if self.before is not None:
             return self.before.histories
-        # Members are the nodes of a manifest that still hold the same job, shown by its token.
+        # Members are the nodes of a manifest that still hold the same job, shown by its mark.
         # lineage needs them to see whether a decision reached all its nodes.
         known = {node: self.manifests.get(each.epoch) for node, each in self.decisions.items()}
-        tokens = {node: manifest.token for node, manifest in known.items() if manifest is not None}
+        marks = {node: manifest.mark for node, manifest in known.items() if manifest is not None}
         members = {
-            epoch: [member.id for member in manifest.members if tokens.get(member.id) == manifest.token]
+            epoch: [member.id for member in manifest.members if marks.get(member.id) == manifest.mark]
             for epoch, manifest in self.manifests.items()
         }
         return lineage.histories(self.decisions, members, lineage.written_by(self.held, self.capsules))

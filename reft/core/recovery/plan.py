@@ -45,13 +45,14 @@ from typing import NamedTuple
 from reft.core.coding.placement import Lane, Placement, ranges
 from reft.core.layout.cells import Cell
 from reft.core.layout.layout import ALIGNMENT, align
-from reft.core.layout.regions import RegionCopy
+from reft.core.layout.regions import ByteRuns, RegionCopy
 from reft.core.recovery.gather import assign_readers, stripe_reads
 from reft.core.recovery.shard_matching import PieceLocation, PieceSource, PieceTransfer
 from reft.core.recovery.stripes import (
     NO_CELL,
     MadeShard,
     ShardSource,
+    Stripe,
     StripeSlice,
     section_sources,
     section_stripes,
@@ -129,6 +130,12 @@ class NeededRange(NamedTuple):
     def nbytes(self) -> int:
         """Returns how many bytes the need takes."""
         return self.need.copy.bytes_within(self.begin, self.end)
+
+    @property
+    def runs(self) -> ByteRuns:
+        """Returns the runs of these bytes: `old` counts in the source, `new` in the target."""
+        old, new, nbytes = self.need.copy.within(self.begin, self.end)
+        return ByteRuns(old + (self.at - self.begin), new, nbytes)
 
 
 class OutgoingMessage(NamedTuple):
@@ -213,7 +220,7 @@ class EmitOperation:
     @property
     def owner(self) -> int:
         """The old rank whose bytes these are."""
-        return self.slice.made[0].owner
+        return self.slice.stripe.made[0].owner
 
 
 TransferOperation = ReadOperation | ReceiveOperation | DecodeOperation | EmitOperation
@@ -613,15 +620,13 @@ class TransferPlan:
         ready = sorted((self._ready(*stripe), *stripe) for stripe in stripes)
         for window, number, stripe in ready:
             lane, shards = self.placement.lanes[number], self._stripe_read(number, stripe)
-            inputs = tuple(self._input(number, stripe, shard) for shard in shards)
+            inputs = {shard: self._input(number, stripe, shard) for shard in shards}
             wanted = tuple(sorted(stripes[number, stripe]))
             live = tuple(s for s in shards if self.has_live_cells and (s < lane.code.k or lane.code.k == 1))
             rows = (len(shards) + len(wanted)) * lane.code.w
             width = min(self.sizes.band // rows, self.sizes.piece // lane.code.w) // ALIGNMENT * ALIGNMENT
-            width = max(width, ALIGNMENT)
-            for begin in range(0, lane.packet_bytes, width):
-                end = min(begin + width, lane.packet_bytes)
-                yield window, StripeSlice(lane, number, stripe, shards, inputs, begin, end, wanted, live, keeper)
+            whole = Stripe(lane, number, stripe, inputs, wanted, lane.packet_bytes, live)
+            yield from ((window, each) for each in whole.slices(max(width, ALIGNMENT), keeper))
 
     def _takes_part(self, keeper: int, rank: int, own: _Needs) -> bool:
         """Whether a rank sends or receives bytes of the sections that a keeper decodes."""
@@ -666,13 +671,14 @@ class TransferPlan:
 
     def _columns(self, stripe_slice: StripeSlice, rank: int) -> Iterator[TransferOperation]:
         """Yields the operations that bring a slice's columns to its keeper."""
-        lane, keeper, width = stripe_slice.lane, stripe_slice.keeper, stripe_slice.width
-        for shard, (old, offset, size) in zip(stripe_slice.shards, stripe_slice.inputs, strict=True):
+        stripe, keeper, width = stripe_slice.stripe, stripe_slice.keeper, stripe_slice.width
+        for row, (shard, (old, offset, size)) in enumerate(stripe.inputs.items()):
             reader = self.readers.reader_of[old]
             is_near = self.readers.is_near(old, keeper)
-            if shard in stripe_slice.live or rank not in (keeper, reader) or (is_near and rank != keeper):
+            if shard in stripe.live or rank not in (keeper, reader) or (is_near and rank != keeper):
                 continue
-            new, packets, step = stripe_slice.row(shard) * width, lane.code.w, lane.packet_bytes
+            packets, step = stripe.lane.code.w, stripe.lane.packet_bytes
+            new = row * packets * width
             if width == step:  # whole packets form one run
                 columns, packets = size, 1
             else:
@@ -695,16 +701,17 @@ class TransferPlan:
     def _emission(self, stripe_slice: StripeSlice, rank: int, needs: _Needs) -> Iterator[TransferOperation]:
         """Yields the operations that bring a slice's made bytes to the ranks that need them."""
         parts: list[tuple[NeededRange, tuple[int, ...]]] = []
-        is_alone = stripe_slice.lane.cell == NO_CELL or stripe_slice.lane.code.k > 1
+        stripe = stripe_slice.stripe
+        is_alone = stripe.lane.cell == NO_CELL or stripe.lane.code.k > 1
         if is_alone:  # else the reader of another copy sends the copies of the others
-            for index, made in enumerate(stripe_slice.made):
-                if made.shard < stripe_slice.lane.code.k:
+            for index, made in enumerate(stripe.made):
+                if made.shard < stripe.lane.code.k:
                     parts += self._made_parts(stripe_slice, index, made, needs)
         others = [(part, tuple(r for r in receivers if r != stripe_slice.keeper)) for part, receivers in parts]
         if rank != stripe_slice.keeper:
             for message in self._messages(others):
                 if rank in message.receivers:
-                    owner = stripe_slice.made[0].owner
+                    owner = stripe.made[0].owner
                     yield ReceiveOperation(owner, stripe_slice.keeper, message.parts, message.nbytes)
             return
         own = tuple(part for part, receivers in parts if rank in receivers)
@@ -714,11 +721,12 @@ class TransferPlan:
         self, stripe_slice: StripeSlice, index: int, made: MadeShard, needs: _Needs
     ) -> Iterator[tuple[NeededRange, tuple[int, ...]]]:
         """Yields the needed ranges of one made shard, by offsets in the slice's made packets."""
-        is_section = stripe_slice.lane.cell == NO_CELL
-        source = (PieceSource.SLOT, made.owner) if is_section else (PieceSource.CELL, stripe_slice.lane.cell)
+        lane = stripe_slice.stripe.lane
+        is_section = lane.cell == NO_CELL
+        source = (PieceSource.SLOT, made.owner) if is_section else (PieceSource.CELL, lane.cell)
         pieces = needs.get(source)
-        for packet in range(stripe_slice.lane.code.w if pieces else 0):
-            row = (index * stripe_slice.lane.code.w + packet) * stripe_slice.width
+        for packet in range(lane.code.w if pieces else 0):
+            row = (index * lane.code.w + packet) * stripe_slice.width
             span = stripe_slice.slot_range(made, packet) if is_section else stripe_slice.cell_range(made.shard, packet)
             for extent in pieces.extents(*span, row) if pieces else ():
                 yield from self._parts(made.owner, extent, extent.begin, extent.end)

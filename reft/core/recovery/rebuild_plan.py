@@ -14,9 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from reft.core.coding.placement import Placement
-from reft.core.recovery.gather import stripe_reads
 from reft.core.recovery.plan import DecodeOperation, ReadOperation, SlotReaders, TransferPlan, TransferSizes
-from reft.core.recovery.stripes import section_sources, section_stripes
+from reft.core.recovery.stripes import NO_CELL, section_sources
 
 DAEMON = 0  # the only reader of the plan
 # At most four bands are in memory. Wider runs make fewer calls; wider than this is not faster.
@@ -86,12 +85,12 @@ def costs(
     for operation in rebuild_plan(placement, have, lost, WHOLE_SHARDS, sections).operations(DAEMON):
         if not isinstance(operation, (ReadOperation, DecodeOperation)) or operation.slice is None:
             continue
-        lane = operation.slice.lane
+        lane = operation.slice.stripe.lane
         cost = by_cell.setdefault(lane.cell, RebuildCost(lane.cell))
         if isinstance(operation, ReadOperation):
             cost.read[operation.owner] = cost.read.get(operation.owner, 0) + operation.nbytes
             continue
-        for made in operation.slice.made:
+        for made in operation.slice.stripe.made:
             computed = sum(end - begin for begin, end in operation.slice.made_ranges(made))
             if lane.code.k == 1:
                 cost.copied += computed
@@ -112,16 +111,13 @@ def chunk_sources(plan: TransferPlan, owner: int, chunk: int) -> tuple[list[int]
         owner: the lost rank.
         chunk: index of the chunk in its slot.
     """
-    placement, lanes, ranks = plan.placement, set[int](), set[int]()
-    begin, end = chunk * placement.chunk_bytes, (chunk + 1) * placement.chunk_bytes
-    for block in placement.rank_placement(owner).blocks:
-        if block.offset < end and begin < block.offset + block.nbytes:
-            lane = placement.lanes[block.lane]
-            shards = stripe_reads(placement, block.lane, plan.readers.reader_of)[block.stripe]
-            lanes.add(block.lane)
-            ranks |= {lane.members[lane.member_of(block.stripe, shard)] for shard in shards}
-    have = plan.readers.reader_of
-    for stripe in section_stripes(placement, [owner], have) if owner in plan.sections else ():
-        if any(made.offset < end and begin < made.offset + made.nbytes for made in stripe.made):
-            ranks |= {each.owner for each in stripe.inputs.values()}
+    lanes, ranks = set[int](), set[int]()
+    begin, end = chunk * plan.placement.chunk_bytes, (chunk + 1) * plan.placement.chunk_bytes
+    for operation in plan.operations(DAEMON):
+        if isinstance(operation, DecodeOperation):
+            stripe = operation.slice.stripe
+            made = [each for each in stripe.made if each.owner == owner]
+            if any(each.offset < end and begin < each.offset + each.nbytes for each in made):
+                ranks |= {each.owner for each in stripe.inputs.values()}
+                lanes |= {stripe.number} if stripe.lane.cell != NO_CELL else set()
     return sorted(lanes), sorted(ranks)

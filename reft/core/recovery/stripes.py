@@ -29,7 +29,9 @@ from heapq import merge
 from operator import attrgetter
 from typing import NamedTuple
 
-from reft.core.coding.erasure import ErasureCode, XorProgram, make_program
+import numpy as np
+
+from reft.core.coding.erasure import Bytes, ErasureCode, XorProgram, make_program, run_columns
 from reft.core.coding.exchange import GuardLane
 from reft.core.coding.placement import Lane, Placement
 from reft.core.coding.two_level import parity_shard, piece_shard, section_program, units
@@ -82,73 +84,110 @@ class MadeShard(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class StripeSlice:
-    """Columns begin..end of a stripe's packets, and the shards made from them.
+class Stripe:
+    """Shards of one stripe: those that are read, and those that are made from them.
 
     Attributes:
         lane: the lane of the stripe. That of a guard lane's stripe has the cell NO_CELL.
         number: index of the lane in the placement, among the lanes of its kind.
-        stripe: index in the lane.
-        shards: the k shards that are read, ascending.
-        inputs: where each of `shards` lies.
-        begin: first column.
-        end: column behind the last.
+        index: index in the lane. In a guard lane: the member that keeps the parity; with f > 1, the
+            block of all pieces; in a copy lane, the lost member.
+        inputs: the shards that are read, ascending → where they lie.
         made: the shards to make, ascending.
-        live: those of `shards` whose bytes are in the keeper's live memory.
-        keeper: new rank.
-        section_program: makes the shards, if their lane's code does not.
+        nbytes: how many columns of each packet are made.
+        live: those of `inputs` whose bytes are in the keeper's live memory.
+        section_program: makes the shards, if the lane's code does not. Then a slice is a whole
+            stripe.
     """
 
     lane: Lane
     number: int
-    stripe: int
-    shards: tuple[int, ...]
-    inputs: tuple[ShardSource, ...]
+    index: int
+    inputs: dict[int, ShardSource]
+    made: tuple[MadeShard, ...]
+    nbytes: int
+    live: tuple[int, ...] = ()
+    section_program: XorProgram | None = None
+
+    @property
+    def program(self) -> XorProgram:
+        """Makes the shards; its outputs are the packets of `StripeSlice.made_packets`."""
+        return self.section_program or make_program(
+            self.lane.code, tuple(self.inputs), [made.shard for made in self.made]
+        )
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Offset and owner of the first lost shard; sections are made in this order."""
+        return self.made[0].offset, self.made[0].owner
+
+    def slices(self, width: int, keeper: int) -> Iterator[StripeSlice]:
+        """Yields slices of at most so many columns, which the keeper makes."""
+        step = width if self.section_program is None else self.nbytes
+        for begin in range(0, self.nbytes, step):
+            yield StripeSlice(self, begin, min(begin + step, self.nbytes), keeper)
+
+
+@dataclass(frozen=True, eq=False)
+class StripeSlice:
+    """Columns begin..end of a stripe's packets.
+
+    Attributes:
+        stripe: the stripe.
+        begin: first column.
+        end: column behind the last.
+        keeper: the new rank that makes the shards.
+    """
+
+    stripe: Stripe
     begin: int
     end: int
-    made: tuple[MadeShard, ...]
-    live: tuple[int, ...]
     keeper: int
-    section_program: XorProgram | None = None
 
     @property
     def width(self) -> int:
         """The number of columns."""
         return self.end - self.begin
 
-    @property
-    def program(self) -> XorProgram:
-        """Makes the shards; its outputs are the packets of `made_packets`."""
-        return self.section_program or make_program(self.lane.code, self.shards, [made.shard for made in self.made])
+    def empty_rows(self) -> Bytes:
+        """Returns memory for the read packets, uint8 [packets x width].
 
-    @property
-    def registers(self) -> int:
-        """The number of packets that are read and made."""
-        return (len(self.shards) + len(self.made)) * self.lane.code.w
-
-    @property
-    def zeros(self) -> Iterator[tuple[int, int]]:
-        """Yields begin and end of bytes in the read packets that no slot has.
-
-        Only shards of one packet, or of a slice of whole packets, can be shorter than the others.
+        Zeros that no slot has are written there. Only shards of one packet, or of a slice of whole
+        packets, can be shorter than the others.
         """
-        nbytes = self.lane.code.w * self.width
-        for row, each in enumerate(self.inputs):
-            if (held := max(each.nbytes - self.begin, 0)) < nbytes:
-                yield row * nbytes + held, (row + 1) * nbytes
+        rows = np.empty((len(self.stripe.inputs), self.stripe.lane.code.w * self.width), np.uint8)
+        for row, each in zip(rows, self.stripe.inputs.values(), strict=True):
+            row[max(each.nbytes - self.begin, 0) :] = 0
+        return rows.reshape(-1)
+
+    def packets(self, rows: Bytes) -> dict[int, Bytes]:
+        """Returns read shard → its packets in the slice's rows, uint8 [packets, width]."""
+        return dict(zip(self.stripe.inputs, rows.reshape(-1, self.stripe.lane.code.w, self.width), strict=True))
+
+    def decode(self, rows: Bytes) -> Bytes:
+        """Returns the made packets, uint8 [packets, width]; all columns have come into the rows."""
+        program, packets = self.stripe.program, self.packets(rows)
+        made = np.empty((len(program.outputs), self.width), np.uint8)
+        run_columns(program, [packets[shard][packet] for shard, packet in program.inputs], list(made))
+        return made
+
+    def made_parts(self, made: Bytes) -> Iterator[tuple[int, int, Bytes]]:
+        """Yields owner, offset in its slot, and bytes of each made packet, without zeros behind."""
+        for (owner, begin, end), packet in zip(self.made_packets(), made, strict=True):
+            yield owner, begin, packet[: end - begin]
 
     def made_packets(self) -> Iterator[tuple[int, int, int]]:
         """Yields each made packet's owner, and begin and end of its columns in that slot."""
-        for made in self.made:
+        for made in self.stripe.made:
             yield from ((made.owner, *each) for each in self.made_ranges(made))
 
     def made_ranges(self, made: MadeShard) -> list[tuple[int, int]]:
         """Returns the byte ranges of a made shard's packets in its slot."""
-        return [self.slot_range(made, packet) for packet in range(self.lane.code.w)]
+        return [self.slot_range(made, packet) for packet in range(self.stripe.lane.code.w)]
 
     def slot_range(self, made: MadeShard, packet: int) -> tuple[int, int]:
         """Returns the byte range of a made packet's columns in its slot, without zeros behind."""
-        begin, limit = packet * self.lane.packet_bytes + self.begin, made.nbytes
+        begin, limit = packet * self.stripe.lane.packet_bytes + self.begin, made.nbytes
         return made.offset + min(begin, limit), made.offset + min(begin + self.width, limit)
 
     @property
@@ -159,55 +198,14 @@ class StripeSlice:
     def cell_range(self, shard: int, packet: int) -> tuple[int, int]:
         """Returns the byte range of a packet's columns in the cell, without padding."""
         # With k = 1 every shard has the same bytes.
-        begin, _ = self.lane.data_range(self.stripe, shard if self.lane.code.k > 1 else 0)
-        begin += packet * self.lane.packet_bytes + self.begin
-        limit = self.lane.begin + self.lane.nbytes
+        lane = self.stripe.lane
+        begin, _ = lane.data_range(self.stripe.index, shard if lane.code.k > 1 else 0)
+        begin += packet * lane.packet_bytes + self.begin
+        limit = lane.begin + lane.nbytes
         return min(begin, limit), min(begin + self.width, limit)
 
-    def row(self, shard: int) -> int:
-        """Returns the index of a read shard's first packet among the packets of this slice."""
-        return self.shards.index(shard) * self.lane.code.w
 
-
-@dataclass(frozen=True)
-class SectionStripe:
-    """A stripe of a guard lane that gives back bytes of lost unreplicated sections.
-
-    Attributes:
-        lane: the guard lane, in the form of a cell's lane.
-        number: index of the guard lane in the placement.
-        stripe: the member that keeps the parity; with f > 1, the block of all pieces; in a copy
-            lane, the lost member.
-        inputs: the stripe's shards at hand, ascending → where they lie.
-        made: the lost shards, ascending.
-        nbytes: the columns to make.
-        program: makes the lost shards, if the lane's code does not. Then a slice is a whole stripe.
-    """
-
-    lane: Lane
-    number: int
-    stripe: int
-    inputs: dict[int, ShardSource]
-    made: tuple[MadeShard, ...]
-    nbytes: int
-    program: XorProgram | None = None
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Offset and owner of the first lost shard; stripes are made in this order."""
-        return self.made[0].offset, self.made[0].owner
-
-    def slices(self, width: int, keeper: int) -> Iterator[StripeSlice]:
-        """Yields slices of at most so many columns, which the keeper makes."""
-        inputs, step = tuple(self.inputs.values()), width if self.program is None else self.nbytes
-        for begin in range(0, self.nbytes, step):
-            yield StripeSlice(
-                self.lane, self.number, self.stripe, tuple(self.inputs), inputs, begin,
-                min(begin + step, self.nbytes), self.made, (), keeper, self.program,
-            )  # fmt: skip
-
-
-def section_stripes(placement: Placement, olds: Collection[int], have: Collection[int]) -> Iterator[SectionStripe]:
+def section_stripes(placement: Placement, olds: Collection[int], have: Collection[int]) -> Iterator[Stripe]:
     """Yields the stripes that give back lost ranks' unreplicated sections, in order of `place`.
 
     Args:
@@ -222,7 +220,7 @@ def section_stripes(placement: Placement, olds: Collection[int], have: Collectio
     return merge(*streams, key=attrgetter("place"))
 
 
-def _lane_streams(placement: Placement, olds: Collection[int], have: Collection[int]) -> list[Iterator[SectionStripe]]:
+def _lane_streams(placement: Placement, olds: Collection[int], have: Collection[int]) -> list[Iterator[Stripe]]:
     """Returns the stripes of each guard lane of `section_stripes`, lane by lane."""
     members_of: dict[int, list[int]] = {}
     for old in sorted(olds):
@@ -230,7 +228,7 @@ def _lane_streams(placement: Placement, olds: Collection[int], have: Collection[
         if where is None:
             raise ValueError(f"the unreplicated leaves of old rank {old} are in no guard lane.")
         members_of.setdefault(where[0], []).append(where[1])
-    streams: list[Iterator[SectionStripe]] = []
+    streams: list[Iterator[Stripe]] = []
     for number, members in members_of.items():
         if placement.guard_lanes[number].is_copies:
             streams.append(iter(sorted((_copy(placement, number, m, have) for m in members), key=attrgetter("place"))))
@@ -251,7 +249,7 @@ def section_sources(placement: Placement, olds: Collection[int], have: Collectio
     for stripes in _lane_streams(placement, olds, have):
         for stripe in stripes:
             owners.update(each.owner for each in stripe.inputs.values())
-            if stripe.program is not None:
+            if stripe.section_program is not None:
                 break  # all blocks of a lane have the same sources
     return owners
 
@@ -260,7 +258,7 @@ def _section_offsets(placement: Placement, guard: GuardLane) -> list[int]:
     return [placement.rank_placement(rank).unreplicated_offset for rank in guard.members]
 
 
-def _pieces(placement: Placement, number: int, member: int) -> Iterator[SectionStripe]:
+def _pieces(placement: Placement, number: int, member: int) -> Iterator[Stripe]:
     """Yields the stripes of a lost member's pieces, if f = 1; no empty ones."""
     guard = placement.guard_lanes[number]
     sections, old = _section_offsets(placement, guard), guard.members[member]
@@ -276,7 +274,7 @@ def _pieces(placement: Placement, number: int, member: int) -> Iterator[SectionS
             }
             inputs[guard.code.k] = ShardSource(parity_number(placement, guard.members[holder]), 0, guard.piece_bytes)
             made = MadeShard(sources.index(member), old, sections[member] + begin, end - begin)
-            yield SectionStripe(Lane(NO_CELL, 0, *form), number, holder, inputs, (made,), end - begin)
+            yield Stripe(Lane(NO_CELL, 0, *form), number, holder, inputs, (made,), end - begin)
 
 
 def _input(guard: GuardLane, source: int, holder: int, section: int) -> ShardSource:
@@ -285,7 +283,7 @@ def _input(guard: GuardLane, source: int, holder: int, section: int) -> ShardSou
     return ShardSource(guard.members[source], section + begin, end - begin)
 
 
-def _copy(placement: Placement, number: int, member: int, have: Collection[int]) -> SectionStripe:
+def _copy(placement: Placement, number: int, member: int, have: Collection[int]) -> Stripe:
     """Returns the stripe that reads a lost member's section: replayed, or a copy.
 
     Raises:
@@ -302,13 +300,11 @@ def _copy(placement: Placement, number: int, member: int, have: Collection[int])
             lane = Lane(NO_CELL, 0, guard.piece_bytes, guard.members, guard.code, guard.piece_bytes)
             inputs = {1 + column: ShardSource(owner, column * guard.piece_bytes, size)}
             made = MadeShard(0, guard.members[member], section, size)
-            return SectionStripe(lane, number, member, inputs, (made,), size)
+            return Stripe(lane, number, member, inputs, (made,), size)
     raise ValueError(f"no copy of the unreplicated leaves of old rank {guard.members[member]} is at hand.")
 
 
-def _blocks(
-    placement: Placement, number: int, members: Collection[int], have: Collection[int]
-) -> Iterator[SectionStripe]:
+def _blocks(placement: Placement, number: int, members: Collection[int], have: Collection[int]) -> Iterator[Stripe]:
     """Yields a stripe for each block of lost members' pieces, if f > 1."""
     guard = placement.guard_lanes[number]
     D, f, w, size = guard.D, guard.f, units(guard.D, guard.f), guard.block_bytes
@@ -350,4 +346,4 @@ def _blocks(
         lost_shards = [MadeShard(s, o, at + behind, min(max(end - at - behind, 0), size)) for s, o, at, end in missing]
         inputs = {s: ShardSource(o, at + behind, min(max(end - at - behind, 0), size)) for s, o, at, end in pieces}
         if any(each.nbytes for each in lost_shards):
-            yield SectionStripe(lane, number, block, inputs, tuple(lost_shards), size // w, program)
+            yield Stripe(lane, number, block, inputs, tuple(lost_shards), size // w, section_program=program)

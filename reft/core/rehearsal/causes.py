@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from reft.core.rehearsal.compare import DifferenceKind, MarkDifference, RankMarks
+from reft.core.rehearsal.compare import AFTER_ATTACH, DifferenceKind, MarkDifference, RankMarks
 from reft.core.rehearsal.records import AliveObject, MoveRecord, RehearsedAttempt
 from reft.core.text import counted, more
 
@@ -184,13 +184,37 @@ def _loader_without_position(evidence: RestartEvidence) -> LikelyCause | None:
     )
 
 
+def _moments(evidence: RestartEvidence, generator: str) -> str:
+    """Returns between which moments of the first step a generator began to differ, in words."""
+    marks, attempt = evidence.expected[evidence.difference.rank], evidence.attempt
+    base, expected = marks.get(attempt.attach.step), marks.get(evidence.difference.step)
+    actual = attempt.marks[evidence.difference.step]
+
+    def differs(before: Mapping[str, str] | None, after: Mapping[str, str] | None) -> bool:
+        return before is not None and after is not None and before.get(generator) != after.get(generator)
+
+    is_wrong_at_attach = evidence.difference.kind is DifferenceKind.ATTACH_GENERATORS
+    if is_wrong_at_attach or base is None or expected is None or actual.at_batch is None:
+        return "attach and the first step"
+    if expected.at_batch is not None:
+        is_before_batch = differs(expected.at_batch, actual.at_batch)
+    elif differs(base.generators, expected.at_forward):
+        return "attach and the first step"  # a usual step moves it, too: at which moment is not known
+    else:
+        is_before_batch = differs(attempt.attach.generators, actual.at_batch)
+    if is_before_batch:
+        return "attach and the first batch"
+    is_after_batch = differs(expected.at_forward, actual.at_forward)
+    return "the first batch and the first forward" if is_after_batch else "attach and the first step"
+
+
 def _moved_generator(evidence: RestartEvidence) -> LikelyCause | None:
     """Finds the lines that moved a generator after it was restored."""
     if not evidence.is_first_step:
         return None
     usual = {(move.file, move.line) for move in evidence.usual}
     moves = [move for move in evidence.attempt.moves if not move.is_usual]
-    if evidence.has(DifferenceKind.ATTACH_GENERATORS, DifferenceKind.FORWARD_GENERATORS):
+    if evidence.difference.kind in (DifferenceKind.ATTACH_GENERATORS, *AFTER_ATTACH):
         moves = [move for move in moves if move.generator in evidence.difference.names]
     elif not evidence.has(DifferenceKind.INPUTS):
         return None
@@ -200,7 +224,7 @@ def _moved_generator(evidence: RestartEvidence) -> LikelyCause | None:
     places = list(dict.fromkeys(f"`{move.code.strip()}` at {move.file}:{move.line}" for move in moves))
     return LikelyCause(
         "moved-generator",
-        f"the global {moves[0].generator} generator moved between attach and the first step: "
+        f"the global {moves[0].generator} generator moved between {_moments(evidence, moves[0].generator)}: "
         f"{', '.join(places[:PLACES_SHOWN])}{more(len(places[PLACES_SHOWN:]), 'line')}.",
         "draw it before attach, or give it a generator of its own; a batch drawn there belongs inside the loop. "
         f"For a DataLoader: {LOADER}",

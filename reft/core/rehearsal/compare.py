@@ -20,6 +20,7 @@ class DifferenceKind(Enum):
     """What differs; within a step the first of these is named."""
 
     ATTACH_GENERATORS = "a generator after attach"
+    BATCH_GENERATORS = "a generator at the first batch"
     FORWARD_GENERATORS = "a generator at the first forward"
     INPUTS = "an input of the model"
     GROUPS = "a parameter group"
@@ -67,23 +68,36 @@ def _group_names(expected: MarkRecord, actual: MarkRecord) -> list[str]:
     ]
 
 
-def _forward_names(expected: MarkRecord, actual: MarkRecord) -> list[str]:
-    if expected.at_forward is None or actual.at_forward is None:
-        return []
-    return differing(expected.at_forward, actual.at_forward)
+def _seen_names(expected: Mapping[str, str] | None, actual: Mapping[str, str] | None) -> list[str]:
+    """Returns the names that differ between two moments, if both runs have recorded them."""
+    return [] if expected is None or actual is None else differing(expected, actual)
+
+
+def _batch_names(expected: MarkRecord, actual: MarkRecord) -> list[str]:
+    """Returns the generators that differ at the first batch, and whose difference had an effect.
+
+    A script may seed its generators between the batch and the forward. Then only a batch that
+    differs has seen the state before.
+    """
+    names = _seen_names(expected.at_batch, actual.at_batch)
+    at_forward = _seen_names(expected.at_forward, actual.at_forward)
+    return names if _input_names(expected, actual) else [name for name in names if name in at_forward]
 
 
 _NAMES_BY_KIND: Final[Mapping[DifferenceKind, Callable[[MarkRecord, MarkRecord], list[str]]]] = {
-    DifferenceKind.FORWARD_GENERATORS: _forward_names,
+    DifferenceKind.BATCH_GENERATORS: _batch_names,
+    DifferenceKind.FORWARD_GENERATORS: lambda expected, actual: _seen_names(expected.at_forward, actual.at_forward),
     DifferenceKind.INPUTS: _input_names,
     DifferenceKind.GROUPS: _group_names,
     DifferenceKind.STATE: lambda expected, actual: differing(expected.state, actual.state),
     DifferenceKind.LEAVES: lambda expected, actual: differing(expected.leaves, actual.leaves),
     DifferenceKind.MARK_GENERATORS: lambda expected, actual: differing(expected.generators, actual.generators),
 }
+AFTER_ATTACH: Final = (DifferenceKind.BATCH_GENERATORS, DifferenceKind.FORWARD_GENERATORS)
 STATE_PREFIX: Final = "state="
 # kind → what stands before a name in the names that are not compared
 _SET_ASIDE: Final[Mapping[DifferenceKind, str]] = {
+    DifferenceKind.BATCH_GENERATORS: "",
     DifferenceKind.FORWARD_GENERATORS: "",
     DifferenceKind.STATE: STATE_PREFIX,
     DifferenceKind.MARK_GENERATORS: "",
@@ -144,12 +158,12 @@ def restored_difference(
 ) -> MarkDifference | None:
     """Returns the first difference after a restart; None if there is none.
 
-    A generator that attach brought back wrongly is the first difference only if the first forward
-    saw another state too: the generator may be put back after attach.
+    A generator that attach brought back wrongly is the first difference only if the first batch or
+    the first forward saw another state too: the generator may be put back after attach.
     """
     marks = {rank: attempt.marks for rank, attempt in restarted.items()}
     difference = first_difference(expected, marks, unseeded)
-    if difference is None or difference.kind is not DifferenceKind.FORWARD_GENERATORS:
+    if difference is None or difference.kind not in AFTER_ATTACH:
         return difference
     attempt = restarted[difference.rank]
     base = expected[difference.rank].get(attempt.attach.step)

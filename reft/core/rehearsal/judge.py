@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from reft.core.rehearsal.causes import (
@@ -16,6 +16,7 @@ from reft.core.rehearsal.causes import (
     nothing_restored,
 )
 from reft.core.rehearsal.compare import (
+    AFTER_ATTACH,
     STATE_PREFIX,
     MarkDifference,
     RankMarks,
@@ -25,7 +26,9 @@ from reft.core.rehearsal.compare import (
     steps_of,
     unseeded_generators,
 )
+from reft.core.rehearsal.reached import Reached, reached
 from reft.core.rehearsal.records import AliveObject, MarkRecord, RehearsedAttempt
+from reft.core.text import counted
 
 Attempts = Mapping[int, Sequence[RehearsedAttempt]]  # rank → its attempts, oldest first
 
@@ -52,7 +55,8 @@ class RehearsalResult:
         causes: the most telling one first; empty if none is known.
         unseeded: what is other in each run, and was not compared: generators, and `state=NAME`.
         suspects: objects that are alive and not in state=, and may need to be.
-        busiest: the step after the restart with the most input tensors, if others have fewer.
+        unseen: what the recorder could not see, and why.
+        reached_before, reached_after: what of the script was reached, on each side of the kill.
     """
 
     outcome: RehearsalOutcome
@@ -66,7 +70,9 @@ class RehearsalResult:
     causes: Sequence[LikelyCause]
     unseeded: Sequence[str]
     suspects: Sequence[AliveObject]
-    busiest: int | None
+    unseen: Sequence[str]
+    reached_before: Reached
+    reached_after: Reached
 
 
 def first_marks(attempts: Attempts) -> dict[int, Mapping[int, MarkRecord]]:
@@ -80,7 +86,7 @@ def _until(marks: RankMarks, last: int) -> dict[int, Mapping[int, MarkRecord]]:
 
 def _cut(attempt: RehearsedAttempt, last: int) -> RehearsedAttempt:
     marks = {step: mark for step, mark in attempt.marks.items() if step <= last}
-    return RehearsedAttempt(attempt.attach, attempt.moves, marks, attempt.alive)
+    return replace(attempt, marks=marks)
 
 
 def _is_drawn(attempt: RehearsedAttempt, generator: str) -> bool:
@@ -89,11 +95,24 @@ def _is_drawn(attempt: RehearsedAttempt, generator: str) -> bool:
     return any(mark.generators.get(generator) != at_attach for mark in attempt.marks.values())
 
 
-def _busiest(marks: Mapping[int, MarkRecord]) -> int | None:
-    """Returns the step with the most inputs, if it has more than another: validation, perhaps."""
-    counts = {step: len(mark.inputs) for step, mark in marks.items()}
-    most = max(counts, key=lambda step: counts[step])
-    return most if counts[most] > min(counts.values()) else None
+def _unseen(expected: RankMarks, difference: MarkDifference | None, attempt: RehearsedAttempt) -> list[str]:
+    """Returns what the recorder could not see, for a report.
+
+    Args:
+        expected: the marks of the undisturbed run.
+        difference: the first one; without one only the inputs matter.
+        attempt: the restarted one of the rank that differs.
+    """
+    blind = [rank for rank, marks in expected.items() if not any(mark.inputs for mark in marks.values())]
+    of_model = f"inputs of the model, on {counted(len(blind), 'rank')}: no call of its forward was seen there"
+    moves = f"lines of the script that move a generator: {attempt.untraced}"
+    is_untraced = difference is not None and attempt.untraced
+    mark = attempt.marks.get(difference.step) if difference and difference.kind in AFTER_ATTACH else None
+    batch = "the first batch: no loader of torch or reft handed one out between attach and the first forward"
+    is_without_batch = (
+        mark is not None and mark.at_batch is None and difference and difference.step == min(attempt.marks)
+    )
+    return [*([of_model] if blind else []), *([moves] if is_untraced else []), *([batch] if is_without_batch else [])]
 
 
 def judge(undisturbed: Attempts, killed: Attempts, *, killed_s: float, last_step: int) -> RehearsalResult:
@@ -148,7 +167,9 @@ def judge(undisturbed: Attempts, killed: Attempts, *, killed_s: float, last_step
         causes=causes,
         unseeded=sorted(unseeded),
         suspects=[each for each in alive if each.kind in SUSPECT],
-        busiest=_busiest(restarted[0].marks),
+        unseen=_unseen(expected, difference, restarted[difference.rank if difference else 0]),
+        reached_before=reached(begun_marks),
+        reached_after=reached({rank: attempt.marks for rank, attempt in restarted.items()}),
     )
 
 

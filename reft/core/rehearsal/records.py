@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 
 @dataclass(frozen=True)
@@ -50,26 +51,51 @@ class MoveRecord:
 
 
 @dataclass(frozen=True)
+class UntracedRecord:
+    """Why no line, or not every line, that moves a generator is known."""
+
+    reason: str
+
+
+class ForwardKind(Enum):
+    """How the model's forward was called."""
+
+    TRAINING = "training"
+    EVAL = "eval"  # in eval mode, without gradients
+    EVAL_WITH_GRADIENTS = "eval with gradients"
+    WITHOUT_GRADIENTS = "without gradients"  # in training mode
+
+
+@dataclass(frozen=True)
 class MarkRecord:
     """The digests at one mark, which ends `step`.
 
     Attributes:
         inputs: of the tensors that the model got since the mark before, in order.
+        at_batch: the generators when a loader handed out the first batch since then; None if that
+            was not seen, or if the first forward came before.
         at_forward: the generators at the first forward since then; None without a forward.
         generators: at the mark.
         groups: parameter groups of the optimizers, without parameters.
         state: the entries of state=.
         leaves: the tensors of model and optimizer.
+        forwards: how the model was called since the mark before.
+        epoch_ends: how an epoch was seen to end since then; None if no loader was seen to train.
+        saves: calls that saved tensors since then, with their lines; None if none could be seen.
     """
 
     step: int
     time_s: float
     inputs: Sequence[str]
+    at_batch: Mapping[str, str] | None
     at_forward: Mapping[str, str] | None
     generators: Mapping[str, str]
     groups: Mapping[str, Mapping[str, object]]
     state: Mapping[str, str]
     leaves: Mapping[str, str]
+    forwards: Sequence[ForwardKind] = ()
+    epoch_ends: Sequence[str] | None = None
+    saves: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,15 +122,20 @@ class AliveRecord:
     objects: Sequence[AliveObject]
 
 
-RehearsalRecord = AttachRecord | MoveRecord | MarkRecord | AliveRecord
+RehearsalRecord = AttachRecord | MoveRecord | UntracedRecord | MarkRecord | AliveRecord
 
 
 @dataclass
 class RehearsedAttempt:
-    """One process of one rank, with all that it recorded."""
+    """One process of one rank, with all that it recorded.
+
+    Attributes:
+        untraced: why not all moves of generators are known; empty if they are.
+    """
 
     attach: AttachRecord
     moves: list[MoveRecord] = field(default_factory=list)
+    untraced: str = ""
     marks: dict[int, MarkRecord] = field(default_factory=dict)
     alive: list[AliveObject] = field(default_factory=list)
 
@@ -124,6 +155,8 @@ def attempts_of(records: Iterable[RehearsalRecord]) -> list[RehearsedAttempt]:
             attempts[-1].marks[record.step] = record
         elif isinstance(record, MoveRecord):
             attempts[-1].moves.append(record)
+        elif isinstance(record, UntracedRecord):
+            attempts[-1].untraced = record.reason
         else:
             attempts[-1].alive += record.objects
     return attempts

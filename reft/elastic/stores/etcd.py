@@ -26,6 +26,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -33,8 +34,10 @@ from torch.distributed import DistStoreError, Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+from reft.elastic.bounded_json import parse
 from reft.elastic.options import number, text
 from reft.errors import ConfigError
+from reft.wire.rpc import is_loopback
 
 SCHEME = "etcd://"
 PREFIX = "/reft/rendezvous/"
@@ -46,8 +49,21 @@ LEASE_EXISTS = "lease already exists"
 VALUE_SHOWN = 64  # bytes of a wrong value that an error shows
 
 
+ANSWER_MAX = 64 << 20  # bytes of one answer, in which values are base64
+ANSWER_DEPTH_MAX = 8
+TOKEN_LOST = ("invalid auth token", "revision of auth store is old")
+
+
 class EtcdError(Exception):
     """etcd answered, and refused the call."""
+
+
+@dataclass(frozen=True)
+class EtcdUser:
+    """A user of etcd; its roles say which keys it may read and write."""
+
+    name: str
+    password: str = field(repr=False)
 
 
 class Etcd:
@@ -58,16 +74,22 @@ class Etcd:
         timeout_s: how long a call may take, with all members and repetitions.
         tls: reads the certificates. They are read again after every failed call, because they may
             be replaced while the job runs. None, or a function that returns None: plain text.
+        user: None: etcd asks for no user.
 
     Raises:
         ConfigError: the certificates can't be read.
     """
 
     def __init__(
-        self, members: Sequence[str], timeout_s: float, tls: Callable[[], ssl.SSLContext | None] | None = None
+        self,
+        members: Sequence[str],
+        timeout_s: float,
+        tls: Callable[[], ssl.SSLContext | None] | None = None,
+        user: EtcdUser | None = None,
     ) -> None:
         self._members, self._timeout_s, self._read_tls = list(members), timeout_s, tls or (lambda: None)
         self._tls = self._read_tls()
+        self._user, self._token = user, ""
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to POST /v3/`path`.
@@ -79,7 +101,16 @@ class Etcd:
         end = time.monotonic() + self._timeout_s
         while True:
             try:
+                if self._user is not None and not self._token:
+                    login = {"name": self._user.name, "password": self._user.password}
+                    self._token = str(self._ask(self._members[0], "auth/authenticate", login)["token"])
                 return self._ask(self._members[0], path, body)
+            except EtcdError as error:
+                # A token ends when it is unused, and when a member restarts.
+                is_lost = self._token and any(text in str(error) for text in TOKEN_LOST)
+                if not is_lost or time.monotonic() > end:
+                    raise
+                self._token = ""
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if time.monotonic() > end:
                     raise RendezvousConnectionError(
@@ -99,9 +130,10 @@ class Etcd:
         else:
             connection = http.client.HTTPConnection(member, timeout=CALL_S)
         try:
-            connection.request("POST", f"/v3/{path}", json.dumps(body), {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json"} | ({"Authorization": self._token} if self._token else {})
+            connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
             answer = connection.getresponse()
-            data = json.loads(answer.read())
+            data = parse(answer.read(ANSWER_MAX + 1), ANSWER_MAX, ANSWER_DEPTH_MAX)
         finally:
             connection.close()
         if answer.status == 200:
@@ -302,11 +334,16 @@ class EtcdStore(Store):
         return self._keys.delete(f"store/{key}")
 
 
-def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[EtcdBackend, Store]:
+def connect(parameters: RendezvousParameters, rendezvous_id: str, password: str = "") -> tuple[EtcdBackend, Store]:
     """Returns the backend for an endpoint etcd://…, and a store for the agents.
 
+    Args:
+        parameters: of the rendezvous.
+        rendezvous_id: separates the job from other jobs.
+        password: of the user that the option etcd_user names.
+
     Raises:
-        ConfigError: the endpoint names no members, or TLS options are missing.
+        ConfigError: the endpoint names no members, or TLS options or the password are missing.
         RendezvousConnectionError: no member answers.
     """
     members = [part.strip() for part in parameters.endpoint.removeprefix(SCHEME).split(",") if part.strip()]
@@ -316,9 +353,29 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[EtcdB
             "use etcd://HOST:2379,HOST:2379",
         )
     timeout_s = number(parameters, "read_timeout")
-    keys = Keys(Etcd(members, timeout_s, lambda: _tls(parameters)), rendezvous_id, number(parameters, "etcd_ttl"))
+    server = Etcd(members, timeout_s, lambda: _tls(parameters), _user(parameters, members, password))
+    keys = Keys(server, rendezvous_id, number(parameters, "etcd_ttl"))
     _translate_errors(keys.get, "state")  # so that an error is raised now and not in the first round
     return EtcdBackend(keys), EtcdStore(keys, timedelta(seconds=timeout_s))
+
+
+def _user(parameters: RendezvousParameters, members: Sequence[str], password: str) -> EtcdUser | None:
+    """Returns the user that the options name.
+
+    Raises:
+        ConfigError: only one of name and password is given, or the password would travel in plain
+            text.
+    """
+    name = text(parameters, "etcd_user")
+    if bool(name) != bool(password):
+        has, lacks = ("etcd_user", "REFT_ETCD_PASSWORD") if name else ("REFT_ETCD_PASSWORD", "etcd_user")
+        raise ConfigError(f"a user of etcd is given by {has}, but there is no {lacks}.", f"set {lacks}")
+    if not name:
+        return None
+    is_near = all(is_loopback(member.rpartition(":")[0].strip("[]")) for member in members)
+    if not text(parameters, "ca_cert") and not is_near:
+        raise ConfigError("the password of etcd_user would travel in plain text.", "add ca_cert")
+    return EtcdUser(name, password)
 
 
 def _tls(parameters: RendezvousParameters) -> ssl.SSLContext | None:

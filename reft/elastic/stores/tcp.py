@@ -21,7 +21,8 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from reft.config import Config, child_environment
@@ -34,10 +35,16 @@ from reft.wire.daemon_launcher import own_folder
 
 BEATS_IN_PATIENCE = 8  # heartbeats that may be lost before the store's process exits
 PROBE_S = 2.0
+# The key and its first value are those of torch's backend. So agents with torch's backend, or with
+# an older reft, meet this state and refuse it.
+PREFIX = "torch.rendezvous."
+NOTHING = b"Y2FuaW1hZGFt"
 
 
-class TcpBackend(C10dRendezvousBackend):
-    """torch's backend, which also sends heartbeats to the store's process.
+class TcpBackend(RendezvousBackend):
+    """The job's state under one key; also sends heartbeats to the store's process.
+
+    torch's backend fails on bytes that are no text, which anybody may write there.
 
     Args:
         store: torch's store.
@@ -46,7 +53,7 @@ class TcpBackend(C10dRendezvousBackend):
     """
 
     def __init__(self, store: Store, rendezvous_id: str, idle_s: float = 60.0) -> None:
-        super().__init__(store, rendezvous_id)
+        self._store, self._key = store, PREFIX + rendezvous_id
         self._every_s = idle_s / BEATS_IN_PATIENCE
         self._beat_s = float("-inf")
 
@@ -56,16 +63,35 @@ class TcpBackend(C10dRendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Any] | None:
         self._beat()
-        return super().get_state()
+        # `get` would wait for a key that is missing: not written yet, or deleted.
+        held = self._call("compare_set", self._key, b"", NOTHING)
+        return None if held == NOTHING else (held, held)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        if token is not None and not isinstance(token, bytes):
+            # The token is not from this backend, so the caller does not know the current state.
+            # Nothing is written.
+            current = self.get_state()
+            return None if current is None else (*current, False)
         self._beat()
-        return super().set_state(state, token)
+        held = self._call("compare_set", self._key, NOTHING if token is None else token, state)
+        return None if held == NOTHING else (held, held, held == state)
 
     def _beat(self) -> None:
         if time.monotonic() - self._beat_s >= self._every_s:
-            self._call_store("add", BEATS, 1)
+            self._call("add", BEATS, 1)
             self._beat_s = time.monotonic()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Returns the store's answer.
+
+        Raises:
+            RendezvousConnectionError: the store does not answer, or refuses.
+        """
+        try:
+            return getattr(self._store, method)(*arguments)
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            raise RendezvousConnectionError(f"the rendezvous store fails: {error}") from error
 
 
 def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBackend, Store]:

@@ -85,7 +85,7 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "mismatched", "tables", "layouts", "packed_tables", "trained_s", "failures", "slots", "lineage", "choice")
+    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "mismatched", "tables", "layouts", "packed_tables", "trained_s", "failures", "slots", "lineage", "choice", "job_mark", "earlier_tokens")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,8 @@ class Manifest(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    JOB_MARK_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     token: bytes
@@ -128,7 +130,9 @@ class Manifest(_message.Message):
     slots: int
     lineage: str
     choice: str
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., packed_tables: _Optional[_Iterable[bytes]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ..., slots: _Optional[int] = ..., lineage: _Optional[str] = ..., choice: _Optional[str] = ...) -> None: ...
+    job_mark: bytes
+    earlier_tokens: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., packed_tables: _Optional[_Iterable[bytes]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ..., slots: _Optional[int] = ..., lineage: _Optional[str] = ..., choice: _Optional[str] = ..., job_mark: _Optional[bytes] = ..., earlier_tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RankLayout(_message.Message):
     __slots__ = ("table", "cuts", "digest")
@@ -193,19 +197,21 @@ class UnguardedLane(_message.Message):
     def __init__(self, step: _Optional[int] = ..., lane: _Optional[int] = ..., words: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol", "oldest", "job", "agent_pid")
+    __slots__ = ("protocol", "oldest", "job", "agent_pid", "launch")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     OLDEST_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     AGENT_PID_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     oldest: int
     job: str
     agent_pid: int
-    def __init__(self, protocol: _Optional[int] = ..., oldest: _Optional[int] = ..., job: _Optional[str] = ..., agent_pid: _Optional[int] = ...) -> None: ...
+    launch: str
+    def __init__(self, protocol: _Optional[int] = ..., oldest: _Optional[int] = ..., job: _Optional[str] = ..., agent_pid: _Optional[int] = ..., launch: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "node", "node_id", "addresses", "version", "pid", "domain", "held", "local_socket", "tls", "unattended", "oldest", "persists")
+    __slots__ = ("protocol", "node", "node_id", "addresses", "version", "pid", "domain", "held", "local_socket", "tls", "unattended", "oldest", "persists", "job_token")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +225,7 @@ class HelloReply(_message.Message):
     UNATTENDED_FIELD_NUMBER: _ClassVar[int]
     OLDEST_FIELD_NUMBER: _ClassVar[int]
     PERSISTS_FIELD_NUMBER: _ClassVar[int]
+    JOB_TOKEN_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     node_id: str
@@ -232,7 +239,8 @@ class HelloReply(_message.Message):
     unattended: bool
     oldest: int
     persists: bool
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., local_socket: _Optional[str] = ..., tls: bool = ..., unattended: bool = ..., oldest: _Optional[int] = ..., persists: bool = ...) -> None: ...
+    job_token: bytes
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., local_socket: _Optional[str] = ..., tls: bool = ..., unattended: bool = ..., oldest: _Optional[int] = ..., persists: bool = ..., job_token: _Optional[bytes] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("job", "launch", "pids", "end_orphans", "known")
@@ -353,20 +361,22 @@ class RestoreCount(_message.Message):
     def __init__(self, step: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SurveyRequest(_message.Message):
-    __slots__ = ("job", "nodes", "launch", "end_orphans", "round", "again")
+    __slots__ = ("job", "nodes", "launch", "end_orphans", "round", "again", "tokens")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     END_ORPHANS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     job: str
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     launch: str
     end_orphans: bool
     round: int
     again: bool
-    def __init__(self, job: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., launch: _Optional[str] = ..., end_orphans: bool = ..., round: _Optional[int] = ..., again: bool = ...) -> None: ...
+    tokens: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, job: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., launch: _Optional[str] = ..., end_orphans: bool = ..., round: _Optional[int] = ..., again: bool = ..., tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SurveyedNode(_message.Message):
     __slots__ = ("node", "reply", "trouble", "brief")
@@ -461,7 +471,7 @@ class OpenStoredReply(_message.Message):
     def __init__(self, damage: _Optional[str] = ..., opening: bool = ..., fetched_bytes: _Optional[int] = ...) -> None: ...
 
 class DecideRequest(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest", "trainers", "guard_manifest", "goes_back", "node")
+    __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest", "trainers", "guard_manifest", "goes_back", "node", "counts_on_slots")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +481,7 @@ class DecideRequest(_message.Message):
     GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     GOES_BACK_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_ON_SLOTS_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
@@ -480,7 +491,8 @@ class DecideRequest(_message.Message):
     guard_manifest: Manifest
     goes_back: bool
     node: Node
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., trainers: _Optional[_Iterable[int]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., goes_back: bool = ..., node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
+    counts_on_slots: bool
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., trainers: _Optional[_Iterable[int]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., goes_back: bool = ..., node: _Optional[_Union[Node, _Mapping]] = ..., counts_on_slots: bool = ...) -> None: ...
 
 class DecideReply(_message.Message):
     __slots__ = ()
@@ -517,13 +529,11 @@ class PinReply(_message.Message):
     def __init__(self, whole: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "pid", "pid_start", "parent", "slots", "data_bytes", "table_bytes", "chunk_bytes", "cpus", "records", "record_bytes")
+    __slots__ = ("job", "epoch", "rank", "under_agent", "slots", "data_bytes", "table_bytes", "chunk_bytes", "cpus", "records", "record_bytes")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    PID_START_FIELD_NUMBER: _ClassVar[int]
-    PARENT_FIELD_NUMBER: _ClassVar[int]
+    UNDER_AGENT_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     DATA_BYTES_FIELD_NUMBER: _ClassVar[int]
     TABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -534,9 +544,7 @@ class LeaseRequest(_message.Message):
     job: str
     epoch: Epoch
     rank: int
-    pid: int
-    pid_start: int
-    parent: int
+    under_agent: bool
     slots: int
     data_bytes: int
     table_bytes: int
@@ -544,7 +552,7 @@ class LeaseRequest(_message.Message):
     cpus: _containers.RepeatedScalarFieldContainer[int]
     records: int
     record_bytes: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., slots: _Optional[int] = ..., data_bytes: _Optional[int] = ..., table_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., records: _Optional[int] = ..., record_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., under_agent: bool = ..., slots: _Optional[int] = ..., data_bytes: _Optional[int] = ..., table_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ..., records: _Optional[int] = ..., record_bytes: _Optional[int] = ...) -> None: ...
 
 class LeasedSlot(_message.Message):
     __slots__ = ("name", "file_bytes")
@@ -655,25 +663,25 @@ class ReportReply(_message.Message):
     def __init__(self, until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ..., layout: _Optional[_Union[LayoutOutcome, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., records_over: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "refused", "pid")
+    __slots__ = ("job", "epoch", "rank", "refused", "failed")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
     refused: bool
-    pid: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., refused: bool = ..., pid: _Optional[int] = ...) -> None: ...
+    failed: bool
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., refused: bool = ..., failed: bool = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("job", "slot", "version", "offset", "size", "checked", "node")
+    __slots__ = ("job", "slot", "version", "offset", "size", "checked", "node", "tokens")
     JOB_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -681,6 +689,7 @@ class ReadRequest(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     job: str
     slot: str
     version: Version
@@ -688,7 +697,8 @@ class ReadRequest(_message.Message):
     size: int
     checked: bool
     node: Node
-    def __init__(self, job: _Optional[str] = ..., slot: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., checked: bool = ..., node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
+    tokens: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, job: _Optional[str] = ..., slot: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., checked: bool = ..., node: _Optional[_Union[Node, _Mapping]] = ..., tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("data",)
@@ -711,16 +721,18 @@ class CapsuleRecord(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., unreplicated_bytes: _Optional[int] = ..., capsule: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class CapsuleRequest(_message.Message):
-    __slots__ = ("job", "rank", "version", "node")
+    __slots__ = ("job", "rank", "version", "node", "tokens")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     version: Version
     node: Node
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
+    tokens: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., node: _Optional[_Union[Node, _Mapping]] = ..., tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class KeepRequest(_message.Message):
     __slots__ = ("job", "epoch", "capsules", "outcome")
@@ -869,7 +881,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ..., slots: _Optional[int] = ..., wanted_slots: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "held_bytes", "peak_bytes", "signals", "exchange", "storage", "ended_s", "kept_s")
+    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "held_bytes", "peak_bytes", "signals", "exchange", "storage", "ended_s", "kept_s", "other_format_slots", "other_format_bytes")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -892,6 +904,8 @@ class JobStatus(_message.Message):
     STORAGE_FIELD_NUMBER: _ClassVar[int]
     ENDED_S_FIELD_NUMBER: _ClassVar[int]
     KEPT_S_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FORMAT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FORMAT_BYTES_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     world: int
@@ -914,7 +928,9 @@ class JobStatus(_message.Message):
     storage: StorageStatus
     ended_s: float
     kept_s: float
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ..., exchange: _Optional[_Union[ExchangeStatus, _Mapping]] = ..., storage: _Optional[_Union[StorageStatus, _Mapping]] = ..., ended_s: _Optional[float] = ..., kept_s: _Optional[float] = ...) -> None: ...
+    other_format_slots: int
+    other_format_bytes: int
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., held_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ..., exchange: _Optional[_Union[ExchangeStatus, _Mapping]] = ..., storage: _Optional[_Union[StorageStatus, _Mapping]] = ..., ended_s: _Optional[float] = ..., kept_s: _Optional[float] = ..., other_format_slots: _Optional[int] = ..., other_format_bytes: _Optional[int] = ...) -> None: ...
 
 class StorageStatus(_message.Message):
     __slots__ = ("persisted", "age_s", "nbytes", "took_s", "step", "since_s", "written_bytes", "total_bytes", "trouble", "every_s")
@@ -999,7 +1015,7 @@ class ReplayStatus(_message.Message):
     def __init__(self, lane: _Optional[int] = ..., reason: _Optional[str] = ..., verified: _Optional[int] = ..., lag: _Optional[int] = ..., marks: _Optional[int] = ..., cpu_s: _Optional[float] = ..., left_out: _Optional[int] = ..., log: _Optional[int] = ..., verdict: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots", "repaired_slots", "agents")
+    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes", "scrubbed_bytes", "damaged_slots", "repaired_slots", "agents", "damaged", "refused")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -1019,6 +1035,8 @@ class StatusReply(_message.Message):
     DAMAGED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     REPAIRED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     AGENTS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     node: str
     node_id: str
     version: str
@@ -1038,7 +1056,49 @@ class StatusReply(_message.Message):
     damaged_slots: int
     repaired_slots: int
     agents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ..., beat_bytes_sent: _Optional[int] = ..., beats_sent: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., spare_limit_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., damaged_slots: _Optional[int] = ..., repaired_slots: _Optional[int] = ..., agents: _Optional[_Iterable[int]] = ...) -> None: ...
+    damaged: _containers.RepeatedCompositeFieldContainer[DamagedJob]
+    refused: RefusedStatus
+    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ..., beat_bytes_sent: _Optional[int] = ..., beats_sent: _Optional[int] = ..., spare_bytes: _Optional[int] = ..., spare_limit_bytes: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., damaged_slots: _Optional[int] = ..., repaired_slots: _Optional[int] = ..., agents: _Optional[_Iterable[int]] = ..., damaged: _Optional[_Iterable[_Union[DamagedJob, _Mapping]]] = ..., refused: _Optional[_Union[RefusedStatus, _Mapping]] = ...) -> None: ...
+
+class RefusedStatus(_message.Message):
+    __slots__ = ("total", "last_minute", "reasons", "more_reasons")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    LAST_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    MORE_REASONS_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    last_minute: int
+    reasons: _containers.RepeatedCompositeFieldContainer[RefusedReason]
+    more_reasons: int
+    def __init__(self, total: _Optional[int] = ..., last_minute: _Optional[int] = ..., reasons: _Optional[_Iterable[_Union[RefusedReason, _Mapping]]] = ..., more_reasons: _Optional[int] = ...) -> None: ...
+
+class RefusedReason(_message.Message):
+    __slots__ = ("reason", "total", "last_minute", "age_s", "addresses", "more_addresses")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    LAST_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    MORE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    total: int
+    last_minute: int
+    age_s: float
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    more_addresses: int
+    def __init__(self, reason: _Optional[str] = ..., total: _Optional[int] = ..., last_minute: _Optional[int] = ..., age_s: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., more_addresses: _Optional[int] = ...) -> None: ...
+
+class DamagedJob(_message.Message):
+    __slots__ = ("job", "reason", "held_bytes", "slots")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    reason: str
+    held_bytes: int
+    slots: int
+    def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ..., held_bytes: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class PurgeRequest(_message.Message):
     __slots__ = ("job", "memory_only")
@@ -1185,7 +1245,7 @@ class NodeSignal(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., node: _Optional[str] = ..., signal: _Optional[_Union[Signal, str]] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., agent: bool = ...) -> None: ...
 
 class AgentBeatRequest(_message.Message):
-    __slots__ = ("job", "node_id", "launch", "round", "pid", "phase", "nodes", "token")
+    __slots__ = ("job", "node_id", "launch", "round", "pid", "phase", "nodes", "token", "job_token")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
@@ -1194,6 +1254,7 @@ class AgentBeatRequest(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    JOB_TOKEN_FIELD_NUMBER: _ClassVar[int]
     job: str
     node_id: str
     launch: str
@@ -1202,7 +1263,8 @@ class AgentBeatRequest(_message.Message):
     phase: AgentPhase
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     token: bytes
-    def __init__(self, job: _Optional[str] = ..., node_id: _Optional[str] = ..., launch: _Optional[str] = ..., round: _Optional[int] = ..., pid: _Optional[int] = ..., phase: _Optional[_Union[AgentPhase, str]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., token: _Optional[bytes] = ...) -> None: ...
+    job_token: bytes
+    def __init__(self, job: _Optional[str] = ..., node_id: _Optional[str] = ..., launch: _Optional[str] = ..., round: _Optional[int] = ..., pid: _Optional[int] = ..., phase: _Optional[_Union[AgentPhase, str]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., token: _Optional[bytes] = ..., job_token: _Optional[bytes] = ...) -> None: ...
 
 class AgentBeatReply(_message.Message):
     __slots__ = ("watchers", "unknown_round", "whole")
@@ -1355,21 +1417,23 @@ class Caller(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ...) -> None: ...
 
 class LeaseRecord(_message.Message):
-    __slots__ = ("rank", "pid", "pid_start", "parent", "closed")
+    __slots__ = ("rank", "pid", "pid_start", "parent", "closed", "failed")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     PID_START_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     pid_start: int
     parent: int
     closed: bool
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., closed: bool = ...) -> None: ...
+    failed: bool
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., closed: bool = ..., failed: bool = ...) -> None: ...
 
 class JobRecord(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole", "base_manifest", "holders", "dropped", "before", "restores", "pins", "guard_manifest", "not_recomputed")
+    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole", "base_manifest", "holders", "dropped", "before", "restores", "pins", "guard_manifest", "not_recomputed", "machine", "accepted_tokens")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -1383,6 +1447,8 @@ class JobRecord(_message.Message):
     PINS_FIELD_NUMBER: _ClassVar[int]
     GUARD_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     NOT_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
@@ -1396,7 +1462,9 @@ class JobRecord(_message.Message):
     pins: Pins
     guard_manifest: Manifest
     not_recomputed: str
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., holders: _Optional[_Iterable[int]] = ..., dropped: _Optional[_Iterable[str]] = ..., before: _Optional[_Union[JobRecord, _Mapping]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., not_recomputed: _Optional[str] = ...) -> None: ...
+    machine: str
+    accepted_tokens: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., holders: _Optional[_Iterable[int]] = ..., dropped: _Optional[_Iterable[str]] = ..., before: _Optional[_Union[JobRecord, _Mapping]] = ..., restores: _Optional[_Union[RestoreCount, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., guard_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., not_recomputed: _Optional[str] = ..., machine: _Optional[str] = ..., accepted_tokens: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PinsRecord(_message.Message):
     __slots__ = ("epoch", "pins")

@@ -717,6 +717,11 @@ class PeerStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.PersistRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.PersistReply.FromString,
                 )
+        self.GoBack = channel.unary_unary(
+                '/reft.v1.Peer/GoBack',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.DecideRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.DecideReply.FromString,
+                )
         self.Gather = channel.unary_unary(
                 '/reft.v1.Peer/Gather',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.GatherRequest.SerializeToString,
@@ -750,6 +755,12 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Persist(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GoBack(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -791,6 +802,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Persist,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.PersistRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.PersistReply.SerializeToString,
+            ),
+            'GoBack': grpc.unary_unary_rpc_method_handler(
+                    servicer.GoBack,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.DecideRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.DecideReply.SerializeToString,
             ),
             'Gather': grpc.unary_unary_rpc_method_handler(
                     servicer.Gather,
@@ -865,6 +881,23 @@ class Peer(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Peer/Persist',
             reft_dot_v1_dot_daemon__pb2.PersistRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.PersistReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GoBack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Peer/GoBack',
+            reft_dot_v1_dot_daemon__pb2.DecideRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.DecideReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

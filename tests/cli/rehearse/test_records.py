@@ -13,7 +13,15 @@ from reft.cli.rehearse.records import RecordReader, RehearsalError, parse
 from reft.cli.rehearse.report import difference_words
 from reft.cli.rehearse.training import LONGEST_SOCKET, check_one_host, command_in, own_environment
 from reft.core.rehearsal.compare import DifferenceKind, MarkDifference
-from reft.core.rehearsal.records import AliveObject, AliveRecord, AttachRecord, MarkRecord, MoveRecord
+from reft.core.rehearsal.records import (
+    AliveObject,
+    AliveRecord,
+    AttachRecord,
+    ForwardKind,
+    MarkRecord,
+    MoveRecord,
+    UntracedRecord,
+)
 from reft.errors import ConfigError, FormatError
 from reft.wire import rpc
 
@@ -22,8 +30,9 @@ ATTACH = {
     "generators": {"torch": "g"}, "state": ["lr"], "regroups": True, "hash": 5, "digests": "xxh3_64",
 }  # fmt: skip
 MARK = {
-    "kind": "mark", "rank": 0, "step": 4, "time": 2.5, "inputs": ["i"], "at_forward": None, "generators": {},
-    "groups": {"optimizer.0.0": {"lr": 0.1}}, "state": {"lr": "s"}, "leaves": {"w": "l"},
+    "kind": "mark", "rank": 0, "step": 4, "time": 2.5, "inputs": ["i"], "at_batch": {"torch": "b"}, "at_forward": None,
+    "generators": {}, "groups": {"optimizer.0.0": {"lr": 0.1}}, "state": {"lr": "s"}, "leaves": {"w": "l"},
+    "forwards": ["eval"], "epoch_ends": None, "saves": ["torch.save at train.py:5"],
 }  # fmt: skip
 
 
@@ -34,14 +43,16 @@ def line(entry: dict) -> bytes:
 def test_each_kind_of_line():
     assert parse(line(ATTACH)) == AttachRecord(0, 2, 7, 3, "memory", 1.5, {"torch": "g"}, ("lr",), True, 5)
     assert parse(line(MARK)) == MarkRecord(
-        4, 2.5, ("i",), None, {}, {"optimizer.0.0": {"lr": 0.1}}, {"lr": "s"}, {"w": "l"}
-    )
+        4, 2.5, ("i",), {"torch": "b"}, None, {}, {"optimizer.0.0": {"lr": 0.1}}, {"lr": "s"}, {"w": "l"},
+        (ForwardKind.EVAL,), None, ["torch.save at train.py:5"],
+    )  # fmt: skip
     moved = {"generator": "torch", "file": "train.py", "line": 41, "code": "iter(loader)"}
     assert parse(line({"kind": "moved", **moved})) == MoveRecord("torch", "train.py", 41, "iter(loader)")
     assert parse(line({"kind": "usual", **moved})) == MoveRecord("torch", "train.py", 41, "iter(loader)", True)
     alive = {"kind": "alive", "objects": [{"kind": "ema", "type": "AveragedModel", "name": "ema"}]}
     assert parse(line(alive)) == AliveRecord([AliveObject("ema", "AveragedModel", "ema")])
-    assert parse(line({"kind": "untraced", "reason": "a debugger"})) is None
+    assert parse(line({"kind": "untraced", "reason": "a debugger"})) == UntracedRecord("a debugger")
+    assert parse(line({"kind": "of a newer recorder"})) is None
 
 
 def test_a_trainer_that_could_not_record_ends_the_rehearsal():

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from reft.cli.demo import clean_up
+from reft.cli.rehearse.run import kill_step
 from tests.support.daemons import ROOT, until
 
 TRAINER = (sys.executable, "-m", "tests.support.rehearsed")
@@ -54,8 +55,14 @@ def test_an_equal_run_leaves_nothing(rehearse, tmp_path):
     assert (done.returncode, done.stderr.count("run ")) == (0, 2), done.stderr
     report = json.loads(done.stdout)
     assert (report["outcome"], report["difference"], report["causes"]) == ("equal", None, [])
-    assert report["killed_after"] in (6, 7) and report["restored_step"] in (5, 6) and report["compared_through"] == 12
+    assert report["killed_after"] in (5, 6) and report["restored_step"] in (4, 5) and report["compared_through"] == 12
     assert (report["steps"], report["ranks"], report["restored_from"], report["logs"]) == (12, 1, "memory", None)
+    absent = {"state": "not reached", "after_step": None, "how": None}
+    validated = {"state": "reached", "after_step": 8, "how": "a forward in eval mode"}
+    assert report["reached"] == {
+        "before_kill": {"validation": absent, "epoch_end": absent, "checkpoint": absent},
+        "after_kill": {"validation": validated, "epoch_end": absent, "checkpoint": absent},
+    }
     assert left(rehearse.temporary) == []
 
 
@@ -87,11 +94,43 @@ def test_a_script_that_fails_by_itself(rehearse):
     assert f"Logs and records are in {logs}." in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "words", "remedy"),
+    [
+        ("older-a", "run A began from step 3 of an older run.", "remove daemon= and job="),
+        ("older-b", "run B began from step 3 of an older run.", "remove daemon= and job="),
+        ("own-daemon", "the script names a daemon of its own.", "remove daemon="),
+    ],
+)
+def test_a_script_that_is_bound_to_another_run(rehearse, fault, words, remedy):
+    done = rehearse("--", *TRAINER, "--fault", fault)
+    assert done.returncode == 1 and words in done.stderr and remedy in done.stderr, done.stderr
+
+
+def test_inputs_that_nothing_saw_are_named(rehearse):
+    done = rehearse("--", *TRAINER, "--fault", "unseen")
+    assert done.returncode == 0 and "bit-equal through step 12" in done.stdout, done.stdout + done.stderr
+    assert "not seen    inputs of the model, on 1 rank" in done.stdout
+    assert "not seen    before the kill: validation (a rank has no forward" in done.stdout
+    assert "writes its outputs twice, here. --cwd DIR" in done.stdout
+
+
+def test_ranks_that_live_on_hear_their_agent_though_they_stand_still_in_a_copy(rehearse):
+    done = rehearse("--json", "--timeout", "60", "--", *TRAINER, "--agent", "--ranks", "2")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 2
+
+
+def test_the_kill_is_not_where_short_epochs_end():
+    assert [kill_step(steps) for steps in (30, 12, 6, 4)] == [13, 5, 2, 1]
+
+
 @pytest.mark.slow
 def test_a_shorter_script_is_rehearsed_as_far_as_it_goes(rehearse):
     done = rehearse("--", *TRAINER, "--steps", "8")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The script has only 8 steps." in done.stdout and "bit-equal through step 8" in done.stdout
+    assert "not reached" in done.stdout and "--steps to reach" not in done.stdout, "the script has no more"
 
 
 def test_a_script_without_marks(rehearse):
@@ -127,9 +166,13 @@ def test_each_run_gets_a_fresh_folder(rehearse, tmp_path):
     (tmp_path / "in.txt").write_text("here")
     done = rehearse("--cwd", "runs", "--", *TRAINER, "--outputs", "out.txt")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name for path in (tmp_path / "runs").rglob("out.txt")} == {"out.txt"}
-    assert [(tmp_path / "runs" / name / "out.txt").exists() for name in ("a", "b")] == [True, True]
+    outputs = [tmp_path / "runs" / name / "out.txt" for name in ("a", "b")]
+    assert [path.read_text() for path in outputs] == ["REFT_REHEARSAL=1"] * 2
     assert not (tmp_path / "out.txt").exists() and "twice" not in done.stdout
+    assert "  not tried   what comes after step 12\n" in done.stdout
+    shown = " ".join(done.stdout.split())
+    assert "reached after the kill: validation (a forward in eval mode, after step 8) not reached before" in shown
+    assert "(no torch.save of tensors). Raise --steps to reach more." in shown
     again = rehearse("--cwd", "runs", "--", *TRAINER)
     assert (again.returncode, again.stdout.count("run A")) == (2, 0)
     assert "name a fresh folder" in again.stderr

@@ -10,6 +10,7 @@ import pytest
 from reft.client.attach import report
 from reft.client.attach.begin import announcement
 from reft.client.attach.plan import AttachPlan, make_plan, recover
+from reft.client.attach.rank_table import RankTable
 from reft.client.restore.restore import RestoreResult
 from reft.config import Launch
 from tests.support.attaches import begun, context, description, introduction, survey_of
@@ -25,9 +26,16 @@ def restoring(nodes: str) -> AttachPlan:
 
 
 def announced(
-    nodes: str, plan: AttachPlan, result: RestoreResult, job: str = "job", launch: Launch | None = None
+    nodes: str,
+    plan: AttachPlan,
+    result: RestoreResult,
+    job: str = "job",
+    launch: Launch | None = None,
+    key_mark: str = "",
 ) -> list[str]:
     introduced = introduction(nodes, job=job)
+    ranks = RankTable([replace(info, key_mark=key_mark) for info in introduced.ranks.infos])
+    introduced = replace(introduced, ranks=ranks)
     tracked = SimpleNamespace(modules={}, optimizers=(), parameters=tuple)
     introduced = replace(introduced, state=replace(introduced.state, tracked=tracked))
     return announcement(context(launch=launch), introduced, plan, result, plan.restored_from(introduced.nodes))
@@ -43,6 +51,15 @@ def test_a_job_without_a_name_is_told_how_to_get_one_unless_an_agent_restarts_it
     assert "REFT_JOB=NAME" in line and line in announced("ab", begun(), RestoreResult(), job="")
     assert line not in announced("ab", begun(), RestoreResult(), job="", launch=Launch(0, 1, "none", ""))
     assert line not in announced("ab", begun(), RestoreResult())
+
+
+def test_a_job_of_several_nodes_without_a_key_is_told_what_its_store_holds():
+    launch, fresh = Launch(0, 1, "job", "", launch="l"), RestoreResult()
+    assert announced("ab", begun(), fresh, launch=launch).count(report.NO_KEY) == 1
+    assert report.NO_KEY not in announced("a", begun("a"), fresh, launch=launch), "one node"
+    assert report.NO_KEY not in announced("ab", begun(), fresh), "another rendezvous"
+    assert report.NO_KEY not in announced("ab", begun(), fresh, launch=launch, key_mark="k")
+    assert "REFT_JOB_KEY_FILE" in report.NO_KEY
 
 
 @pytest.mark.parametrize(("nodes", "source"), [("ab", "memory"), ("ba", "peers")])

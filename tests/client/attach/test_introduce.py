@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reft.client.attach.introduce import (
+    AGENTS_KEY,
     RestoreMemory,
     check_process_group,
     compare,
@@ -17,7 +18,8 @@ from reft.client.attach.introduce import (
 )
 from reft.client.attach.rank_table import LayoutFacts
 from reft.config import Config, Launch
-from reft.errors import AttachError, DaemonUnavailable
+from reft.errors import AttachError, ConfigError, DaemonUnavailable
+from reft.wire.job_key import JobKey
 from reft.wire.manifest import layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.attaches import IDENTITY, SECRETS, context, daemon, description, introduction, leaves, state
@@ -65,6 +67,22 @@ def test_only_rank_0_makes_secrets_enough_for_all_tries():
     assert make_secrets(2) != make_secrets(2)
     chosen = rank_info(context(), own, daemon(), IDENTITY)
     assert (first.slots, chosen.slots, chosen.secrets.tries) == (slots, 0, 6), "the most that reft chooses, and one"
+
+
+def test_the_token_follows_from_the_agents_key_or_from_the_ranks_own(monkeypatch):
+    own, keyed = state(leaves()), daemon()
+    monkeypatch.setenv("REFT_JOB_KEY", "the key of this job")
+    key = JobKey(b"the key of this job")
+    info = rank_info(context(), own, keyed, IDENTITY)
+    assert info.secrets.token == key.job_token("job") and info.key_mark == key.mark
+    assert rank_info(context(rank=1), own, keyed, IDENTITY).key_mark == key.mark
+    keyed.hello.job_token = b"a" * 32
+    info = rank_info(context(), own, keyed, IDENTITY)
+    assert info.secrets.token == b"a" * 32 and info.key_mark == AGENTS_KEY
+    assert "aaaa" not in repr(info), "a token stands in no text"
+    monkeypatch.setenv("REFT_JOB_KEY", "too short")
+    with pytest.raises(ConfigError, match="REFT_JOB_KEY has 9 bytes"):
+        rank_info(context(), own, daemon(), IDENTITY)
 
 
 def test_one_rank_of_each_node_speaks_to_its_daemon():

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from reft.client.attach import inventory
+from reft.wire import inventory as wire_inventory
+from reft.wire import manifest as manifests
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support import attaches
@@ -23,7 +25,7 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
     asked = []
     monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: settled)
 
-    def ask(nodes, is_again):
+    def ask(nodes, is_again, _tokens):
         asked.append(("".join(node.id for node in nodes), is_again))
         reply = pb.SurveyReply()
         for node in nodes:
@@ -31,12 +33,15 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
             each = reply.nodes.add(node=node, brief="brief" in said)
             if "answers" in said:
                 each.reply.node_id = node.id
+            else:
+                each.trouble = "Connection refused"
         return reply
 
     found = inventory.survey_absent_nodes(
         JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES[n] for n in answers], ask, ()
     )
-    return sorted(found.replies), found.silent, asked
+    assert all(why == "Connection refused" for why in found.silent.values())
+    return sorted(found.replies), tuple(found.silent), asked
 
 
 def test_a_given_up_node_is_asked_once_if_no_newer_version_is_known(monkeypatch):
@@ -62,14 +67,14 @@ def test_a_node_at_the_address_of_a_lost_node_is_not_counted_twice(monkeypatch, 
     monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: settled)
     asked = []
 
-    def ask(nodes, is_again):
+    def ask(nodes, is_again, _tokens):
         asked.append(is_again)
         return pb.SurveyReply(
             nodes=[pb.SurveyedNode(node=NODES["b"], reply=pb.InventoryReply(node_id="a"), brief=True)]
         )
 
     found = inventory.survey_absent_nodes(JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
-    assert (sorted(found.replies), found.silent, found.emptied, asked) == (["a"], (), ("b",), [False])
+    assert (sorted(found.replies), found.silent, found.emptied, asked) == (["a"], {}, ("b",), [False])
 
 
 def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.InventoryReply:
@@ -91,7 +96,7 @@ def test_a_node_that_only_a_survey_names_is_asked_too(monkeypatch):
     monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: True)
     says, asked = {"b": chained("b", 2, "bc", "ab"), "c": chained("c", 2, "bc", "ab")}, []
 
-    def ask(nodes, is_again):
+    def ask(nodes, is_again, _tokens):
         asked.append("".join(node.id for node in nodes))
         return pb.SurveyReply(nodes=[pb.SurveyedNode(node=node, reply=says[node.id]) for node in nodes])
 
@@ -104,7 +109,7 @@ def test_nodes_of_an_older_history_are_not_asked(monkeypatch):
     monkeypatch.setattr(inventory, "is_settled", lambda plan, decision: True)
     asked = []
 
-    def ask(nodes, is_again):
+    def ask(nodes, is_again, _tokens):
         asked.append("".join(node.id for node in nodes))
         return pb.SurveyReply(nodes=[pb.SurveyedNode(node=node, reply=chained("b", 2, "b", "cd")) for node in nodes])
 
@@ -148,7 +153,7 @@ def test_absent_nodes_of_the_old_manifest_are_surveyed_by_a_daemon_that_knows_th
     introduced = replace(attaches.introduction("a"), daemon=daemon)
     before = JobSurvey({"a": known.replies["a"]})
     found = inventory.take_inventory(attaches.context(), introduced, before=before)
-    assert found.replies == known.replies and found.silent == () and found.before is before
+    assert found.replies == known.replies and found.silent == {} and found.before is before
     (_, _), (method, request) = daemon.requests
     assert method == "Survey" and [node.id for node in request.nodes] == ["b"] and not request.again
 
@@ -157,3 +162,13 @@ def test_the_first_daemon_that_knows_the_job_asks():
     replies = {"a": attaches.reply("a"), "b": attaches.reply("b", attaches.begun("b")), "c": attaches.reply("c")}
     nodes = attaches.introduction("acbb").nodes
     assert inventory.asker_of(nodes, replies) == 2
+
+
+def test_the_layouts_of_a_manifest_are_read_once(monkeypatch):
+    read, plan, read_layouts = [], attaches.begun("ab"), manifests.layouts_of
+    monkeypatch.setattr(wire_inventory, "layouts_of", lambda manifest: read.append(1) or read_layouts(manifest))
+    survey = JobSurvey({"a": attaches.reply("a", plan, [attaches.sealed(0, 3, plan.decision.epoch)])})
+    blocks = manifests.placement_of(plan.manifest).rank_placement(0).blocks
+    monkeypatch.delattr(manifests, "layouts_of")  # a placement that reads them again would fail
+    assert survey.placements[plan.decision.epoch].rank_placement(0).blocks == blocks
+    assert survey.layouts[plan.decision.epoch][1] == [0, 0] and len(read) == 1

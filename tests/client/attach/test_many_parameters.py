@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from reft.wire import capsule_format
 from reft.wire.slot_format import CAPSULE_MAX
 from tests.scenarios.test_state_kinds import state_bytes
+from tests.support import many_parameters
+from tests.support.trainers import Spec, Trainers
 
 PARAMETERS = 6_000
 LONG = "layers_of_experts_" * 10
@@ -39,3 +42,24 @@ def test_names_that_exceed_a_capsule_travel_in_the_manifest(attach):
     assert attach(other, another).step == 2
     assert state_bytes(other, another) == state_bytes(model, optimizer)
     assert [group["lr"] for group in another.param_groups] == [0.5, 0.25]
+
+
+class ManyTrainers(Trainers):
+    """One rank with thousands of parameters; each of its parts may take minutes on busy cores."""
+
+    target = staticmethod(many_parameters.train)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("parameters", "optimizer"), [(20_000, "AdamW"), (75_000, "SGD")])
+def test_thousands_of_parameters_come_back_after_a_kill(daemon, parameters, optimizer):
+    options = {"parameters": parameters, "optimizer": optimizer}
+    killed = ManyTrainers(Spec(daemon.address, steps=5, options={**options, "die_at": 3}))
+    assert killed.wait(1200) == [-9], killed.errors()
+    after = ManyTrainers(Spec(daemon.address, steps=5, options=options))
+    assert after.wait(1200) == [0], after.errors()
+    plain = ManyTrainers(Spec(daemon.address, steps=5, options=options, environment={"REFT_MODE": "off"}))
+    assert plain.wait(600) == [0], plain.errors()
+    (result,), (undisturbed,) = after.results(), plain.results()
+    assert result["began"] == 3 and result["digest"] == undisturbed["digest"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -36,7 +37,7 @@ from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.support.attaches import begun, context, description, introduction, reply, sealed, survey_of
+from tests.support.attaches import SECRETS, begun, context, description, introduction, reply, sealed, survey_of
 
 FIRST = begun()
 EPOCH = FIRST.decision.epoch
@@ -65,7 +66,9 @@ def test_the_newest_whole_version_is_the_base():
     plan = planned(survey_of(FIRST, {"a": [7, 8, 9], "b": [7, 8]}))
     assert plan.base == Version(EPOCH, 8)
     assert plan.decision.epoch.counter == 2 and plan.decision.known == (EPOCH,)
-    assert plan.manifest.token == b"first token", "a job keeps its token"
+    assert plan.manifest.job_mark == b"first mark", "a job keeps its mark"
+    assert plan.manifest.token == SECRETS.token, "each attach has another token"
+    assert list(plan.manifest.earlier_tokens) == [b"first token"]
     assert (plan.manifest.trained_s, plan.manifest.failures) == (60.0, 1)
     assert plan.restored_from(introduction().nodes) == "memory" and not plan.must_protect_again
 
@@ -174,8 +177,6 @@ def test_a_step_that_is_restored_again_and_again_is_given_up():
 
 
 def test_two_histories_are_refused():
-    other = begun(ident=b"o" * 16)
-    other.manifest.token = FIRST.manifest.token
     replies = {
         "a": reply("a", begun("a", b"1" * 16), [sealed(0, 8, Epoch(1, b"1" * 16))]),
         "b": reply("b", begun("b", b"2" * 16), [sealed(0, 9, Epoch(1, b"2" * 16))]),
@@ -245,14 +246,30 @@ def test_each_node_gets_the_decision_its_place_and_its_dropped_slots():
     assert [request.node_index for request in requests] == [0, 1]
     assert [list(request.dropped) for request in requests] == [["rank-0.slot-9"], []]
     for request in requests:
+        assert request.counts_on_slots
         assert request.manifest == plan.manifest and request.base_manifest == FIRST.manifest
         assert messages.decision_from(request.decision) == plan.decision
+
+
+def test_only_the_daemons_that_told_of_slots_in_memory_must_still_hold_them():
+    survey = survey_of(FIRST, {"a": [8], "b": [8]})
+    replies = {**survey.replies, "b": pb.InventoryReply()}
+    replies["b"].CopyFrom(survey.replies["b"])
+    for slot in replies["b"].slots:
+        slot.stored = True
+    plan = planned(survey)
+    requests = [
+        decide_request(introduction(rank=rank), dataclasses.replace(plan, survey=JobSurvey(told)))
+        for rank, told in ((0, replies), (1, replies), (1, {"a": replies["a"]}))
+    ]
+    assert [request.counts_on_slots for request in requests] == [True, False, False]
 
 
 def test_a_fresh_start_has_no_manifest_of_a_base():
     plan = planned(JobSurvey({"a": reply("a")}))
     request: pb.DecideRequest = decide_request(introduction(), plan)
     assert not request.HasField("base_manifest") and not request.decision.HasField("base")
+    assert not request.counts_on_slots
 
 
 # The number of slots

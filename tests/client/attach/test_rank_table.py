@@ -78,6 +78,16 @@ def test_the_first_rank_names_the_job_and_other_names_are_refused():
         job_of(INFO.agreed, job="other")
 
 
+@pytest.mark.parametrize("marks", [("", "ab"), ("ab", ""), ("ab", "cd")])
+def test_ranks_with_different_job_keys_are_refused(marks):
+    infos = [replace(INFO, key_mark=mark) for mark in marks]
+    with pytest.raises(ConfigError, match="rank 0 and rank 1 have different job keys") as refused:
+        RankTable(infos).job()
+    assert "REFT_JOB_KEY_FILE" in str(refused.value) and not any(
+        f" {mark}" in str(refused.value) for mark in ("ab", "cd")
+    )
+
+
 @pytest.mark.parametrize(
     "request_changes, settings_changes, text",
     [
@@ -97,8 +107,8 @@ def test_a_differing_setting_is_named(request_changes, settings_changes, text):
 
 def test_a_node_with_another_protocol_version_is_refused():
     other = replace(INFO.agreed, protocol=7)
-    assert messages.PROTOCOL == 10
-    with pytest.raises(ConfigError, match=r"rank 0 has protocol 10, rank 1 7\."):
+    assert messages.PROTOCOL == 11
+    with pytest.raises(ConfigError, match=r"rank 0 has protocol 11, rank 1 7\."):
         job_of(other)
 
 

@@ -116,12 +116,15 @@ def test_a_fresh_start_restores_nothing():
     assert restore(context(), introduction(), begun(), FakeLeases(), HugePageBuffer(0)) == RestoreResult()
 
 
-@pytest.mark.parametrize(("rank", "is_fresh", "called"), [(0, False, ["Secure"]), (1, False, []), (0, True, [])])
-def test_one_rank_a_node_secures_the_capsules_of_the_base(rank, is_fresh, called):
+@pytest.mark.parametrize(
+    ("nodes", "rank", "is_fresh", "called"),
+    [("aab", 0, False, ["Secure"]), ("aab", 1, False, []), ("aab", 0, True, []), ("aa", 0, False, [])],
+)
+def test_one_rank_a_node_secures_the_capsules_of_the_base_if_another_node_can_hold_them(nodes, rank, is_fresh, called):
     calls = []
     daemon = SimpleNamespace(call=lambda method, request: calls.append((method, request)))
-    introduced, leases = replace(introduction("aa", rank=rank), daemon=daemon), FakeLeases()
-    plan = begun("aa") if is_fresh else planned("aa")
+    introduced, leases = replace(introduction(nodes, rank=rank), daemon=daemon), FakeLeases()
+    plan = begun(nodes) if is_fresh else planned(nodes)
     assert lease(context(rank=rank), introduced, plan, leases) == ["slot"]
     assert [method for method, _ in calls] == called
     assert all(request.epoch.counter == 2 for _, request in calls)
@@ -132,5 +135,5 @@ def test_no_rank_leases_before_the_capsules_of_the_base_are_secured_everywhere()
     """A lease lets the daemon free older versions. The base may need the capsules that are sent."""
     leases = FakeLeases()
     with pytest.raises(AttachError, match="rank 1"):
-        lease(replace(context(rank=1), rank_group=OtherFails()), introduction("aa", rank=1), planned("aa"), leases)
+        lease(replace(context(rank=1), rank_group=OtherFails()), introduction("aab", rank=1), planned("aab"), leases)
     assert leases.acts == []

@@ -34,7 +34,7 @@ def agreed(requests: list[AttachArguments]) -> list[list[str]]:
     def one(rank: int):
         stages = introduce_stages(rank_group.of(rank), requests[rank].tracked)
         tracked = stages.tracked(stages.ties_now(rank_group.of(rank)))
-        return [leaf.name for leaf in (*tracked.bind().leaves(), *tracked.predict())]
+        return [leaf.name for leaf in (*tracked.bind().leaves(), *tracked.predict(tracked.names()))]
 
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(one, range(len(requests))))

@@ -52,7 +52,7 @@ def test_new_epoch_is_above_all_of_storage() -> None:
     plan = make_plan(description(introduction("ab")), survey, RecoveryPlan(BASE), (), b"n" * 16)
     assert plan.decision.epoch.counter == 8
     assert plan.decision.known == (later.epoch, PLAN.decision.epoch)
-    assert (plan.manifest.token, plan.manifest.lineage) == (manifest.token, manifest.lineage)
+    assert (plan.manifest.job_mark, plan.manifest.lineage) == (manifest.job_mark, manifest.lineage)
 
 
 @pytest.mark.parametrize("ranks", [(), (0,), (0, 1)])

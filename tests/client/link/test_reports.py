@@ -18,7 +18,7 @@ from reft.errors import DaemonUnavailable, StaleEpoch
 from reft.failpoints import Failpoints
 from reft.wire import messages
 from reft.wire.local_socket import FrameReader, frame
-from reft.wire.messages import PROTOCOL, report_from
+from reft.wire.messages import OLDEST, PROTOCOL, report_from
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
 from tests.support.saying import SEALED, VOID, report_of
@@ -184,12 +184,13 @@ def test_a_silent_daemon_gives_an_error_after_the_deadline(reporter, played, mon
     assert isinstance(reporter.error, DaemonUnavailable) and "in time" in str(reporter.error)
 
 
-def test_a_daemon_with_another_protocol_is_refused(reporter, played):
+@pytest.mark.parametrize("protocol", [0, OLDEST - 1, PROTOCOL + 1])
+def test_a_daemon_with_another_protocol_is_refused(reporter, played, protocol):
     reporter.answer(1, SEALED)
     played.next()
-    played.say(whole=1, protocol=0)
+    played.say(whole=1, protocol=protocol)
     until(lambda: reporter.error is not None)
-    assert "now speaks protocol 0" in str(reporter.error) and whole(reporter) == -1
+    assert f"now speaks protocol {protocol}" in str(reporter.error) and whole(reporter) == -1
 
 
 def test_a_reply_of_the_protocol_before_the_envelopes_is_understood(reporter, played):

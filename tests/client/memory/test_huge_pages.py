@@ -88,7 +88,7 @@ def test_no_thread_writes_zeros_into_memory_that_was_handed_out(monkeypatch, fai
     model, optimizer = make()
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
     before = tracked.bind()
-    leaves = [*before.leaves(), *tracked.predict()]
+    leaves = [*before.leaves(), *tracked.predict(tracked.names())]
     began, ended, handed_out = threading.Event(), threading.Event(), threading.Event()
 
     def slow(block) -> None:
@@ -97,7 +97,7 @@ def test_no_thread_writes_zeros_into_memory_that_was_handed_out(monkeypatch, fai
         ended.set()
 
     monkeypatch.setattr(pages_module, "_make", slow)
-    buffer = missing_state_buffer(leaves, tracked, before)
+    buffer = missing_state_buffer(leaves, before)
     assert began.wait(10)
     if fails_in:
         monkeypatch.setattr(TrackedObjects, fails_in, lambda *_: 1 / 0)

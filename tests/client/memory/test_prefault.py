@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reft.client.memory import prefault as module
-from reft.client.memory.prefault import BLOCK_BYTES, THREADS, PageMaker
+from reft.client.memory.prefault import BLOCK_BYTES, THREADS, PageMaker, map_shared
 from reft.wire.shm import advise
 
 PAGE = mmap.PAGESIZE
@@ -90,6 +90,12 @@ def test_settle_waits_only_for_the_blocks_that_have_begun(monkeypatch):
     go_on.set()
     settling.join(10)
     assert sorted(made) == [memory.ctypes.data, memory.ctypes.data + BLOCK_BYTES]
+
+
+def test_one_block_takes_no_more_threads_than_it_can_use(monkeypatch):
+    assert len(PageMaker(fresh(BLOCK_BYTES))._threads) == 1
+    monkeypatch.setattr(module, "ThreadPoolExecutor", None)
+    map_shared(fresh(BLOCK_BYTES))
 
 
 def test_settle_and_wait_may_be_called_again():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import linecache
 import os
 import random
 import sys
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
+from reft.client.data.loader import ResumableLoader
 from reft.client.rehearsal import recorder
 from reft.client.rehearsal.digests import generator_digests, plain_digest, tensor_digest
 from reft.client.rehearsal.recorder import RecordFile, groups_of, leaf_digests
@@ -141,6 +144,30 @@ def test_what_moves_a_generator_before_the_first_forward_is_named_with_its_line(
     assert all(move["step"] == 0 and move["line"] > 100 and move["file"].endswith("test_recorder.py") for move in moved)
 
 
+@pytest.mark.parametrize("kind", ["reft", "torch", "own"])
+def test_the_first_batch_of_a_step_is_recorded(rehearse, tmp_path, kind):
+    model, optimizer, _ = make()
+    plain = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
+    loader = ResumableLoader(plain) if kind == "reft" else plain
+    session = rehearse(model, optimizer, state={"data": loader} if kind == "reft" else {})
+    batches = {"reft": ResumableLoader.endless, "torch": iter, "own": lambda _: iter(torch.randn(4, 1, 4, 4))}[kind](
+        loader
+    )
+    at_batch = []
+    for _ in session.steps(4):
+        (x,) = next(batches)
+        at_batch.append(generator_digests())
+        torch.rand(1)
+        model(x).sum().backward()
+        optimizer.step()
+    session.close()
+    marks = of_kind(records(tmp_path / "run"), "mark")
+    recorded = {"reft": at_batch, "torch": [at_batch[0], None, at_batch[2], None], "own": [None] * 4}[kind]
+    assert [mark["at_batch"] for mark in marks] == recorded  # only the first and the third step are traced
+    assert at_batch[0] != at_batch[1] and [mark["at_forward"] for mark in marks] != at_batch
+    assert kind != "reft" or loader._on_batch is None
+
+
 def test_what_moves_generators_in_each_step_is_recorded_as_usual(rehearse, tmp_path):
     model, optimizer, _ = make()
     session = rehearse(model, optimizer)
@@ -169,6 +196,35 @@ def test_a_clean_loop_has_nothing_to_report(rehearse, tmp_path):
     assert kinds == ["attach", "mark", "mark", "alive", "mark", "mark", "mark", "mark"]
 
 
+@pytest.mark.parametrize("kind", ["reft", "torch", "own"])
+def test_a_mark_has_what_the_script_reached_since_the_mark_before(rehearse, tmp_path, kind):
+    model, optimizer, _ = make()
+    plain = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=4)
+    loader = ResumableLoader(plain) if kind == "reft" else plain
+    passes = {"reft": lambda: loader.epochs(2), "torch": lambda: range(2), "own": lambda: range(2)}[kind]
+    session = rehearse(model, optimizer, state={"data": loader} if kind == "reft" else {})
+    for _ in passes():
+        for (x,) in loader if kind != "own" else torch.randn(4, 1, 4, 4):
+            model(x).sum().backward()
+            optimizer.step()
+            session.step_end()
+        with torch.no_grad():
+            model.eval()(torch.ones(1, 4))
+            model.train()
+        torch.save(model.state_dict(), io.BytesIO())  # the save
+    session.close()
+    torch.save(model.state_dict(), io.BytesIO())
+    marks = of_kind(records(tmp_path / "run"), "mark")
+    assert [mark["forwards"] for mark in marks] == [*[["training"]] * 4, ["eval", "training"], *[["training"]] * 3]
+    (call,) = marks[4]["saves"]
+    code = linecache.getline(__file__, int(call.rpartition(":")[2]))
+    assert call.startswith("torch.save at ") and code.endswith("# the save\n")
+    assert [mark["saves"] for mark in marks if mark is not marks[4]] == [[]] * 7
+    ends = {"reft": [[]] * 4 + [["epoch 0 of a ResumableLoader"]] + [[]] * 3, "own": [None] * 8}
+    ends["torch"] = [None, [], [], [], ["a pass over a DataLoader"], *[None] * 3]
+    assert [mark["epoch_ends"] for mark in marks] == ends[kind]
+
+
 def test_forgotten_objects_are_named_once_at_the_second_mark(rehearse, tmp_path):
     model, optimizer, schedule = make()
     ema = AveragedModel(model)
@@ -188,17 +244,20 @@ def test_steps_without_a_snapshot_are_recorded_too(rehearse, tmp_path):
     assert [mark["step"] for mark in of_kind(records(tmp_path / "run"), "mark")] == [1, 2, 3, 4]
 
 
-def test_a_model_that_was_compiled_beside_the_attached_one_trains_without_inputs(rehearse, tmp_path):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_trains_with_inputs_if_something_calls_hooks(rehearse, tmp_path, in_place):
     model, optimizer, _ = make()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled = model if in_place else torch.compile(model, backend="eager", fullgraph=True)
+    if in_place:
+        model.compile(backend="eager", fullgraph=True)
     session = rehearse(model, optimizer)
     for _ in session.steps(3):
         step_once(compiled, optimizer)
-        assert session.step or sys.gettrace() is not None
     lines = records(tmp_path / "run")
     marks = of_kind(lines, "mark")
-    assert [(mark["inputs"], mark["at_forward"]) for mark in marks] == [([], None)] * 3 and sys.gettrace() is None
+    assert [(len(mark["inputs"]), mark["at_forward"] is None) for mark in marks] == [(1 - in_place, in_place)] * 3
     assert {line["kind"] for line in lines} == {"attach", "moved", "mark", "alive", "usual"}
+    assert sys.gettrace() is None
 
 
 def test_a_debugger_is_left_alone_and_the_records_say_so(rehearse, tmp_path):

@@ -9,9 +9,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
+from reft.client.data.loader import ResumableLoader
 from reft.client.rehearsal import tracing
+from reft.client.rehearsal.digests import generator_digests
 from reft.client.rehearsal.tracing import GeneratorTracer, SourceLine
 from reft.client.rehearsal.user_code import is_users
 
@@ -20,9 +22,14 @@ def raises(error):
     raise error
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.zeros(4, 1)
+
+
 @pytest.fixture
 def tracer():
-    each = GeneratorTracer(raises)
+    each = GeneratorTracer(raises, lambda: None)
     yield each
     each.close()
     assert sys.gettrace() is None
@@ -117,6 +124,42 @@ def test_a_loop_that_draws_nothing_has_no_moves(tracer):
     assert list(sampler) and found(tracer) == []
 
 
+ROWS = TensorDataset(torch.zeros(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "times"),
+    [
+        (lambda: DataLoader(ROWS, batch_size=2), 2),
+        (lambda: DataLoader(ROWS, batch_size=2, num_workers=1), 2),
+        (lambda: pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(ROWS, batch_size=4), 1),
+        (lambda: range(3), 0),
+    ],
+)
+def test_a_batch_is_seen_where_a_loader_of_torch_hands_it_out(make, times):
+    loader, seen = make(), []
+    tracer = GeneratorTracer(raises, lambda: seen.append(generator_digests()))
+    tracer.start()
+    for _ in loader:
+        if seen:
+            assert seen[-1] == generator_digests()
+    tracer.stop()
+    assert len(seen) == times
+    assert [*loader] and len(seen) == times, "the tracing has ended"
+
+
+@pytest.mark.parametrize("dataset", [ROWS, Stream()])
+def test_the_loader_below_refts_is_not_the_one_that_hands_a_batch_out(dataset):
+    """It makes batches with generators of the batch's own."""
+    seen = []
+    loader = ResumableLoader(DataLoader(dataset, batch_size=2))
+    tracer = GeneratorTracer(raises, lambda: seen.append(1))
+    tracer.start()
+    next(loader.endless())
+    tracer.stop()
+    assert seen == []
+
+
 def test_it_can_begin_again_and_the_caller_is_traced_too(tracer):
     tracer.start()
     tracer.stop()
@@ -165,7 +208,7 @@ def test_the_tracing_of_others_is_left_alone(tracer):
 
 def test_an_error_never_reaches_the_traced_code(monkeypatch):
     errors = []
-    tracer = GeneratorTracer(errors.append)
+    tracer = GeneratorTracer(errors.append, lambda: None)
     tracer.start()
     monkeypatch.setattr(tracing, "generator_digests", lambda: 1 / 0)
     assert sys.gettrace() is None and isinstance(errors[0], ZeroDivisionError)

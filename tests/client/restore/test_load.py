@@ -13,7 +13,7 @@ import torch
 
 from reft.client.restore import executor as executor_module
 from reft.client.restore.decode import StripeDecoder
-from reft.client.restore.executor import NO_RANK, LiveTarget, LoadProgress, LoadReport, TransferExecutor
+from reft.client.restore.executor import NO_RANK, LoadProgress, LoadReport, TransferExecutor
 from reft.client.restore.opened import OldRank, OpenReport, RestoreContext
 from reft.client.restore.remote_slots import SlotOpener
 from reft.client.restore.restore import Restore
@@ -157,7 +157,7 @@ def test_every_byte_is_received_once(lost):
         else:  # the data of others, and parity: as much as the lost data
             assert got - digests[rank] <= lane.D * own
             made = [each for each in job.plan(rank, lost).operations(rank) if isinstance(each, DecodeOperation)]
-            parity = sum(sum(s not in each.slice.live for s in each.slice.shards) for each in made)
+            parity = sum(sum(s not in each.slice.stripe.live for s in each.slice.stripe.inputs) for each in made)
             assert parity == len(made), "of each stripe only parity comes to the keeper for decoding"
 
 
@@ -338,8 +338,8 @@ def test_unreplicated_leaves_are_loaded_from_the_ranks_own_slot(world, sizes):
         plan = plan_for_itself(needs, job.placement, rank, SlotReaders.of({}, job.nodes, world), sizes)
         for is_damaged in (False, True):
             slot = SlotReader(job.slots[rank], unreplicated.data_bytes, lambda _: None)
-            target = LiveTarget(FlatTensorView(leaves, ends, job.live[rank]), {SECTION: ends[0]})
-            executor = TransferExecutor(sizes, CHUNK, PeerMessages(None, rank), {rank: slot}, target, StripeDecoder())
+            target = FlatTensorView(leaves, ends, job.live[rank]), {SECTION: ends[0]}
+            executor = TransferExecutor(sizes, CHUNK, PeerMessages(None, rank), {rank: slot}, *target, StripeDecoder())
             report = executor.load(plan.operations(rank))
             assert report == LoadReport((rank,) if is_damaged else ())
             assert is_damaged or alike(job.live[rank], states[rank], [leaf.name for leaf in leaves])
@@ -350,7 +350,7 @@ def test_one_rank_needs_no_transport():
     job = Job(1, "aec", 1)
     plan, decoder = job.plan(0), StripeDecoder()
     slots = {0: SlotReader(job.slots[0], 0, lambda _: None)}
-    executor = TransferExecutor(SMALL, CHUNK, PeerMessages(None, 0), slots, job.target(0, decoder), decoder)
+    executor = TransferExecutor(SMALL, CHUNK, PeerMessages(None, 0), slots, *job.target(0, decoder), decoder)
     assert executor.load(plan.operations(0)) == CLEAN
     assert job.is_whole()
 

@@ -151,11 +151,12 @@ class Faulty(StripeDecoder):
     def __init__(self) -> None:
         self.count = 0
 
-    def decode(self, stripe_slice: StripeSlice, rows: Bytes, live: FlatTensorView, base: int, made: Bytes) -> None:
-        super().decode(stripe_slice, rows, live, base, made)
+    def decode(self, stripe_slice: StripeSlice, rows: Bytes, live: FlatTensorView, base: int) -> Bytes:
+        made = super().decode(stripe_slice, rows, live, base)
         self.count += 1
         if self.count == 2:
-            made[0] ^= 1
+            made[0, 0] ^= 1
+        return made
 
 
 @pytest.mark.parametrize("scheme", ["aec", "arc"])
@@ -182,7 +183,7 @@ def test_the_keeper_compares_every_byte_that_it_makes():
     decoded = [each.slice for each in operations if isinstance(each, DecodeOperation)]
     assert decoded == [each.slice for each in operations if isinstance(each, EmitOperation)]
     part = job.placement.rank_placement(LOST)
-    made = sum(each.width * each.lane.code.w * len(each.made) for each in decoded)
+    made = sum(each.width * each.stripe.lane.code.w * len(each.stripe.made) for each in decoded)
     assert made == sum(block.nbytes for block in part.blocks[: part.data_blocks])
 
 

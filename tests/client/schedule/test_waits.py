@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -135,7 +136,8 @@ def test_waits_of_fsdp2_are_gaps(profiler, monkeypatch):
         )
         # Works of the fake group have another `wait`; works of gloo and NCCL have the wrapped one.
         monkeypatch.setattr(FakeWork, "wait", lambda self, *args, **kwargs: dist.Work.wait(self, *args, **kwargs))
-        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        mesh = init_device_mesh("cpu", (2,))  # also where there is a GPU: its waits are not followed
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh)
         stop = hooks.follow(schedules.Custom(), profiler, [model])
         computing = []
         model[1].register_forward_hook(lambda *_: computing.append(profiler.name))

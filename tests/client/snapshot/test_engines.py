@@ -10,6 +10,7 @@ as possible. With a GPU it also runs on CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from dataclasses import replace
@@ -17,8 +18,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from reft.client.snapshot import cuda_engine
+from reft.client.snapshot import cuda_engine, cuda_plan
 from reft.client.snapshot import save_plan as save_plan
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, join_parts
@@ -26,7 +28,7 @@ from reft.client.snapshot.cuda_engine import CudaCopyEngine
 from reft.client.snapshot.engine import CopiedEvent
 from reft.client.snapshot.replica_check import WINDOW_BYTES
 from reft.client.snapshot.save_plan import WriteItem
-from reft.client.state.tensors import TensorIndex
+from reft.client.state.tensors import TensorIndex, flat_bytes
 from reft.core.coding import erasure
 from reft.core.coding.placement import Placement
 from reft.core.commit.slots import SlotState
@@ -209,29 +211,86 @@ def test_on_cuda_leaves_on_the_host_are_in_the_snapshot(monkeypatch):
 
     Some leaves are declared to lie on the host.
     """
-    on_host = {"on host", "buffer", "medium", "small"}
+    # Staged leaves are gathered before the others, and "turns" is the last leaf.
+    staged, others = {"buffer", "turns"}, {"on host", "medium", "small", "gapped", "gapped and turned"}
     monkeypatch.setattr(
         save_plan,
         "_host_resident",
-        lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host),
+        lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in staged | others),
     )
-    tensors = tensors_on("cpu")
+    tensors = tensors_on("cpu") | {"gapped and turned": torch.randn(9, 9)[::2, ::3].t(), "turns": torch.randn(3)}
     for D, f in ((1, 0), (3, 2), (4, 1)):
-        placement = placement_of(TensorIndex(tensors, {"buffer"}), D, f)
+        placement = placement_of(TensorIndex(tensors, staged), D, f)
         slots = {}
         for rank in range(D):
             copy_engine = CudaCopyEngine(Inline())
-            taken = Taken(tensors, {"buffer"}, placement, rank)
-            before = bytes_in(tensors["buffer"]).tobytes()
+            taken = Taken(tensors, staged, placement, rank)
+            before = {name: bytes_in(tensors[name]).tobytes() for name in staged}
             taken.start(copy_engine)
-            tensors["buffer"].add_(1)
+            for name in staged:
+                tensors[name].add_(1)
             copy_engine.fence()
             assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
-            assert taken.inline_leaves["buffer"] == before
-            assert D > 1 or taken.bytes_of("medium") == bytes_in(tensors["medium"]).tobytes()
+            assert before.items() <= taken.inline_leaves.items()
+            for name in others if D == 1 else ():
+                assert taken.bytes_of(name) == bytes_in(tensors[name]).tobytes(), name
             slots[rank] = taken.slot.data
             copy_engine.close()
         assert_any_survivors_have_it_all(placement, slots, tensors, f)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+def test_every_bit_pattern_of_a_small_leaf_is_copied(engine, dtype):
+    """Arithmetic on elements would change NaNs."""
+    copy_engine, device = engine
+    patterns = torch.arange(1 << 15, dtype=torch.int32).mul_(0x1_0001 << 1).view(dtype).to(device)
+    tensors = {"flat": patterns[:3000], "turned": patterns[:4000].view(40, 100).t(), "other": patterns[3:]}
+    taken = Taken(tensors, set()).by(copy_engine)
+    for name, tensor in tensors.items():
+        assert taken.bytes_of(name) == flat_bytes(tensor).cpu().numpy().tobytes(), name
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts the calls of operators."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_on_cuda_a_mark_copies_all_small_leaves_by_one_call(on_host, monkeypatch):
+    """A launch for each leaf would cost training some 5 us, and models have 10,000s of them."""
+    monkeypatch.setattr(save_plan, "_host_resident", lambda leaves, _: frozenset(range(len(leaves)) if on_host else ()))
+    counts = []
+    for leaves in (20, 400):
+        taken = Taken({f"w{i}": torch.full((i % 50 + 1,), float(i)) for i in range(leaves)}, set())
+        copy_engine = CudaCopyEngine(Inline())
+        taken.by(copy_engine)  # makes the plan
+        taken.begin()
+        with CountCalls() as counted:
+            taken.start(copy_engine)
+        copy_engine.fence()
+        assert taken.ended.wait(20) and taken.error is None
+        assert all(
+            taken.bytes_of(f"w{i}") == bytes_in(torch.full((i % 50 + 1,), float(i))).tobytes() for i in range(leaves)
+        )
+        counts.append(counted.calls)
+    assert counts[0] == counts[1], counts
+
+
+def test_on_cuda_a_batch_of_copies_enters_the_side_stream_once(monkeypatch):
+    """To enter it costs training more time than to enqueue a copy."""
+    counts = []
+    for nbytes in (100_000, 1_000):
+        monkeypatch.setattr(cuda_plan, "TRANSFER_BYTES", nbytes)
+        device, entered = Inline(), []
+        monkeypatch.setattr(device, "on_side", lambda entered=entered: entered.append(1) or contextlib.nullcontext())
+        Taken(tensors_on("cpu"), set()).by(CudaCopyEngine(device))
+        counts.append(len(entered))
+    assert counts[0] == counts[1], counts
 
 
 def test_absent_leaves_are_zeros_and_unplanned_ones_are_stored(engine):

@@ -26,7 +26,7 @@ from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import place
 from reft.core.commit.decision import Decision
 from reft.core.commit.pins import Pins
-from reft.core.commit.relayout import LayoutOutcome
+from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import Slot, SlotState
 from reft.core.commit.snapshot_interval import SnapshotInterval
@@ -74,7 +74,7 @@ class FakeReporter:
         self.woken.release()
 
     mismatched = frozenset()
-    layout = LayoutOutcome()
+    layout, layout_report = LayoutOutcome(), LayoutReport()
     interval = SnapshotInterval()
 
     def outcome_delays(self, step):
@@ -106,7 +106,7 @@ class Rank:
         self.model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.tracked = TrackedObjects({"model.0": self.model}, (self.optimizer,), {})
-        self.leaves = pack([*self.tracked.bind().leaves(), *self.tracked.predict()]).leaves
+        self.leaves = pack([*self.tracked.bind().leaves(), *self.tracked.predict(self.tracked.names())]).leaves
         layout = pack(self.leaves)
         division = divide({layout.digest: layout}, [layout.digest] * 3)
         self.placement = place(division, range(3), "aec", 1, 4096)
@@ -159,6 +159,28 @@ def test_the_first_snapshots_digest_whole_cells_on_every_engine(make_engine, mon
     assert in_whole == [True, True, False]
     rank.snapshots.thread.close()
     rank.copy_engine.close()
+
+
+def test_steps_of_a_new_layout_are_void_until_the_round_has_named_their_start(rank, monkeypatch):
+    """A rank that has passed the start without hearing of it takes no snapshot, and says the same.
+
+    Once it holds, the first snapshots digest whole cells, at the same steps on each rank.
+    """
+    rank.snapshots.facts = replace(rank.snapshots.facts, compares_all_for=1)
+    begin, in_whole = rank.copy_engine.begin, {}
+
+    def record(order, slot):
+        in_whole[order.step] = order.compares_all
+        return begin(order, slot)
+
+    monkeypatch.setattr(rank.copy_engine, "begin", record)
+    assert [rank.take(step) for step in (5, 6)] == [
+        (StepAnswer.VOID, "not all ranks are ready for the new layout.")
+    ] * 2
+    assert rank.reporter.layout_report.ready == 5, "the round names one start, so each rank keeps its answer"
+    rank.reporter.layout = LayoutOutcome(start=8)
+    assert [rank.take(step)[0] for step in (7, 8, 9, 10)] == [StepAnswer.VOID, *[StepAnswer.SEALED] * 3]
+    assert in_whole == {8: True, 9: True, 10: False}
 
 
 def test_the_capsule_has_the_inline_leaves_and_the_absent_names(rank):
@@ -378,7 +400,7 @@ def test_a_new_layout_holds_the_recorder_of_gradients_and_closing_ends_it(rank):
         hold=lambda deadline_s: acts.append("hold"), resume=lambda: acts.append("resume"),
         close=lambda: acts.append("close"),
     )  # fmt: skip
-    rank.reporter.close = rank.reporter.release = lambda: None
+    rank.reporter.close = rank.reporter.release = lambda *_: None
     rank.snapshots.hold(20)
     rank.snapshots.resume()
     rank.snapshots.release()

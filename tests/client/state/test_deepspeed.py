@@ -164,7 +164,7 @@ def test_the_slices_of_all_ranks_cover_each_parameter_master_and_moment_without_
 
 def test_state_is_predicted_created_and_restored_in_place(as_rank):
     first, tracked = as_rank(1, 2)
-    predicted = sorted(leaf.describe() for leaf in tracked.predict())
+    predicted = sorted(leaf.describe() for leaf in tracked.predict(tracked.names()))
     step(first)
     saved_index = tracked.bind()
     moments = [leaf for leaf in saved_index.leaves() if not leaf.name.startswith(("model.", "optimizer.0.master."))]
@@ -228,7 +228,7 @@ def test_slices_of_flat_masters_and_moments_match_their_parameters_without_paddi
 @pytest.mark.parametrize("name", PARTITIONED)
 def test_state_of_flat_masters_is_predicted_and_restored_into_a_fresh_engine(as_rank_of, name):
     value, tracked = as_rank_of(name, 1, 2, 4)
-    predicted = sorted(leaf.describe() for leaf in tracked.predict())
+    predicted = sorted(leaf.describe() for leaf in tracked.predict(tracked.names()))
     before = set(tracked.bind().tensors)
     step_all(value, torch.ones_like)
     saved_index = tracked.bind()

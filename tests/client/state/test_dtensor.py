@@ -168,7 +168,7 @@ def test_state_is_predicted_and_created_as_in_the_first_step(rank_zero_of_four, 
 
     module, optimizer = build()
     tracked = TrackedObjects({"model.0": module}, [optimizer], {})
-    predicted = [*tracked.bind().leaves(), *tracked.predict()]
+    predicted = [*tracked.bind().leaves(), *tracked.predict(tracked.names())]
     module.weight.grad = torch.ones_like(module.weight)
     optimizer.step()
     saved = tracked.bind().leaves()

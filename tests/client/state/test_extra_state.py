@@ -134,6 +134,16 @@ def test_snapshots_name_the_module_that_begins_to_pickle(attach, caplog):
     assert "model.0.0: Pickling.get_extra_state returns a pickle" in caplog.text
 
 
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_of_any_protocol_is_refused_at_attach(attach, protocol):
+    """Marks know modern pickles only: an older one would be found when nothing else is left."""
+    model = nn.Sequential(nn.Linear(2, 2), Counting())
+    model[1].get_extra_state = lambda: bytes_of(pickled(1.5, protocol))
+    with pytest.raises(UnsupportedState, match=r"model\.0\.1: Counting\.get_extra_state returns a pickle"):
+        attach(model, sgd(model))
+    assert attach(model, sgd(model), config=ALLOWED).step == 0
+
+
 def test_an_answer_that_is_too_large_is_refused_by_name(attach):
     model = nn.Sequential(nn.Linear(2, 2), Counting())
     model[1].get_extra_state = lambda: torch.zeros(BYTES_MAX)

@@ -252,7 +252,7 @@ def test_moments_are_predicted_and_created_in_their_member():
     dense, experts = Chunk(), Chunk()
     before = chained(distributed(dense, {"rows": (1, 4)}), distributed(dense, {"expert": (0, 3)}))
     live = tracked(dense, before)
-    predicted = live.predict()
+    predicted = live.predict(live.names())
     for each in before.chained_optimizers:
         step(each.optimizer)
     bound = live.bind()

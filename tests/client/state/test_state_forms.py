@@ -81,7 +81,8 @@ class Derived(torch.optim.SGD):
 def test_only_the_steps_of_torch_itself_are_foreseen():
     model = nn.Linear(4, 4)
     optimizer = Restless(model.parameters())
-    assert TrackedObjects({"model.0": model}, [optimizer], {}).predict() == []
+    tracked = TrackedObjects({"model.0": model}, [optimizer], {})
+    assert tracked.predict(tracked.names()) == []
     assert not can_foresee(optimizer) and not can_foresee(Derived(model.parameters()))
     assert can_foresee(torch.optim.AdamW(model.parameters())) and can_foresee(torch.optim.LBFGS(model.parameters()))
 

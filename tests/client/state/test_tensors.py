@@ -49,8 +49,6 @@ def test_entries_that_two_containers_exchange_are_noticed():
     for container in (first, second):
         places.track_entries(container)
     first.update(c=second.pop("b"))  # all entries, one after the other, are the same: A, B
-    assert places.is_current(), "the entries are the very same objects in the same order"
-    second["b"] = A
     assert not places.is_current()
 
 
@@ -99,15 +97,14 @@ def test_tensors_made_since_then_are_removed_and_replaced_ones_put_back():
     assert entries["a"] is A and state == {}
 
 
-def test_names_follow_the_write_counts_and_every_block_is_looked_at(monkeypatch):
-    monkeypatch.setattr("reft.client.state.tensors.BLOCK", 2)
+def test_names_follow_the_write_counts_and_every_tensor_is_looked_at():
     names = [f"{kind}model.0.{i}" for i in range(3) for kind in ("", "optimizer.0.step.", "optimizer.0.exp_avg.")]
     tensors = {name: torch.zeros(4) for name in names}
     locations = TensorLocations()
     for name, tensor in tensors.items():
         locations.track(name, tensor, tensor, tensor, staged=False)
     before = locations.current_versions()
-    assert before == locations.versions() and sorted(locations.names()) == sorted(names)
+    assert before == locations.versions() and locations.names() == names
     for name, tensor in tensors.items():
         tensor.add_(1)
         after = locations.current_versions()

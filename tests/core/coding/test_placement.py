@@ -39,7 +39,7 @@ def cell_of(nbytes: int, *counts: int) -> tuple[Division, list[int]]:
     Domain i has counts[i] ranks.
     """
     domains = [domain for domain, count in enumerate(counts) for _ in range(count)]
-    cell = Cell((), (), nbytes, tuple(range(len(domains))))
+    cell = Cell((), nbytes, tuple(range(len(domains))))
     return Division((cell,), (b"",) * len(domains), {b"": (0,)}, {b"": ()}, {b"": NO_KEPT}, {b"": 0}, {b"": 0}), domains
 
 

@@ -429,7 +429,7 @@ def test_a_daemon_that_was_down_when_the_round_began_stops_no_training():
 def heard_at(*times_s: float) -> HeartbeatChannel:
     channel = HeartbeatChannel()
     for time_s in times_s:
-        channel.heard(time_s)
+        channel = channel.heard(time_s)
     return channel
 
 

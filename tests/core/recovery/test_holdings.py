@@ -49,8 +49,10 @@ def test_damage_alone_makes_no_fresh_start():
 
 
 def test_a_silent_node_may_bring_back_what_is_missing():
-    holdings = judge_holdings("job", inventory(silent=("n1", "n2")), RecoveryPlan(None), {})
-    assert holdings.reason.endswith("no version is whole now: Node n1 does not answer. Node n2 does not answer.")
+    holdings = judge_holdings("job", inventory(silent={"n1": "", "n2": "Connection refused"}), RecoveryPlan(None), {})
+    assert holdings.reason.endswith(
+        "no version is whole now: Node n1 does not answer. Node n2 does not answer (Connection refused)."
+    )
     assert holdings.remedy == (
         "start n1, n2 and its reft-daemon again with the old slots, then start the job; "
         f"if that memory is gone: {PURGE}"

@@ -18,8 +18,8 @@ TORN = Decision(Epoch(8, b"t" * 16), BASE, (BASE.epoch,))  # for all three, but 
 OTHER = Decision(Epoch(8, b"o" * 16), BASE, (BASE.epoch,))
 
 
-def facts(members: str, token: bytes = b"token", history: FailureHistory | None = None) -> ManifestFacts:
-    return ManifestFacts(token, tuple(ManifestNode(each, each) for each in members), history or FailureHistory())
+def facts(members: str, mark: bytes = b"mark", history: FailureHistory | None = None) -> ManifestFacts:
+    return ManifestFacts(mark, tuple(ManifestNode(each, each) for each in members), history or FailureHistory())
 
 
 def report(node: str, decision: Decision | None, *steps: int, **facts: object) -> NodeInventory:
@@ -39,7 +39,7 @@ def test_a_decision_of_an_attach_that_died_does_not_outrank_others(order):
 
 def test_a_node_with_another_job_of_the_same_name_is_ignored():
     anew = Decision(Epoch(1, b"n" * 16), None)
-    manifests = {TORN.epoch: facts("abc"), anew.epoch: facts("b", b"another token")}
+    manifests = {TORN.epoch: facts("abc"), anew.epoch: facts("b", b"another mark")}
     assert Inventory({"a": report("a", TORN), "b": report("b", anew)}, manifests).decision == TORN
 
 
@@ -72,7 +72,7 @@ def test_the_history_counts_the_longest_training_and_any_seen_failure():
     manifests = {CARRIED.epoch: facts("bc", history=FailureHistory(100.0, 2))}
     reports = {"b": report("b", CARRIED, trained_s=5.0), "c": report("c", CARRIED, trained_s=7.0)}
     assert Inventory(reports, manifests).history == FailureHistory(100.0, 2).after(7.0, False)
-    assert Inventory(reports, manifests, silent=("d",)).history == FailureHistory(100.0, 2).after(7.0, True)
+    assert Inventory(reports, manifests, silent={"d": ""}).history == FailureHistory(100.0, 2).after(7.0, True)
     failed = {**reports, "c": report("c", CARRIED, trained_s=7.0, failed=True)}
     assert Inventory(failed, manifests).history == FailureHistory(100.0, 2).after(7.0, True)
     assert Inventory({}, {}).history == FailureHistory()

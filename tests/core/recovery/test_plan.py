@@ -28,8 +28,9 @@ from reft.core.recovery.plan import (
     same_shape_needs,
 )
 from reft.core.recovery.shard_matching import PieceSource
+from reft.core.recovery.stripes import StripeSlice
 from reft.core.recovery.walk import WalkPhase, walk
-from tests.support.line_count import lines_run
+from tests.support.instruction_count import instructions
 from tests.support.moves import drawn_move
 from tests.support.shapes import Shape, placement_for, random_shape, whole_state
 
@@ -267,13 +268,13 @@ def test_lost_slots_are_made_from_shards_at_hand(kind, seed):
     for rank, operations in enumerate(job.operations):
         made: dict[int, list[tuple[int, int]]] = {}
         for each in (o.slice for o in operations if isinstance(o, DecodeOperation)):
-            lane, members = each.lane, each.lane.members
-            owner_of = {s: members[lane.member_of(each.stripe, s)] for s in range(lane.code.k + lane.code.f)}
-            assert each.keeper == rank and len(each.shards) == lane.code.k
-            assert all(owner_of[shard] in job.readers.reader_of for shard in each.shards)
+            stripe, lane, members = each.stripe, each.stripe.lane, each.stripe.lane.members
+            owner_of = {s: members[lane.member_of(stripe.index, s)] for s in range(lane.code.k + lane.code.f)}
+            assert each.keeper == rank and len(stripe.inputs) == lane.code.k
+            assert all(owner_of[shard] in job.readers.reader_of for shard in stripe.inputs)
             at_hand = [s for s in range(lane.code.k) if owner_of[s] in job.readers.reader_of]
-            assert lane.code.k == 1 or set(at_hand) <= set(each.shards), "data at hand is read, not decoded"
-            for one in each.made:
+            assert lane.code.k == 1 or set(at_hand) <= set(stripe.inputs), "data at hand is read, not decoded"
+            for one in stripe.made:
                 assert one.owner in job.lost and owner_of[one.shard] == one.owner
                 for packet in range(lane.code.w):
                     at = one.offset + packet * lane.packet_bytes + each.begin
@@ -298,9 +299,15 @@ def test_all_columns_come_before_their_slice_is_decoded_and_live_ones_do_not_com
                 columns[id(operation.slice)] += sum(part.nbytes for part in operation.parts)
             elif isinstance(operation, DecodeOperation):
                 each = operation.slice
-                shards = len(each.shards) - len(each.live)
-                assert columns.pop(id(each), 0) == shards * each.lane.code.w * each.width
+                shards = len(each.stripe.inputs) - len(each.stripe.live)
+                assert columns.pop(id(each), 0) == shards * each.stripe.lane.code.w * each.width
         assert not columns
+
+
+def registers(stripe_slice: StripeSlice) -> int:
+    """Returns the number of packets that are read and made."""
+    stripe = stripe_slice.stripe
+    return (len(stripe.inputs) + len(stripe.made)) * stripe.lane.code.w
 
 
 @pytest.mark.parametrize(("kind", "seed"), JOBS)
@@ -312,8 +319,8 @@ def test_slices_are_bounded_and_at_most_two_are_open(kind, seed):
             if stripe_slice is None:
                 continue
             each = stripe_slice
-            assert each.width == ALIGNMENT or each.registers * each.width <= SIZES.band
-            assert each.width <= ALIGNMENT or each.lane.code.w * each.width <= SIZES.piece
+            assert each.width == ALIGNMENT or registers(each) * each.width <= SIZES.band
+            assert each.width <= ALIGNMENT or each.stripe.lane.code.w * each.width <= SIZES.piece
             if isinstance(operation, EmitOperation):
                 assert opened.pop(0) == id(each), "in the order of the decode operations"
             elif isinstance(operation, DecodeOperation):
@@ -328,7 +335,7 @@ def test_the_registers_of_a_slice_fit_the_band():
     nodes = {f"node{rank}": [rank] for rank in range(5)}
     job = same_shape([[leaf("w", 90_000)]] * 5, range(5), "aec", 2, (1,), nodes, sizes=sizes)
     slices = [each.slice for each in job.operations[1] if isinstance(each, DecodeOperation)]
-    assert slices and all(each.registers * each.width <= max(2048, each.registers * ALIGNMENT) for each in slices)
+    assert slices and all(registers(each) * each.width <= max(2048, registers(each) * ALIGNMENT) for each in slices)
 
 
 @pytest.mark.parametrize(("kind", "seed"), JOBS)
@@ -348,9 +355,9 @@ def test_mixed_lanes_of_copies_and_codes():
     job = same_shape(leaves, range(5), "auto", 1, (1,), nodes)
     assert {lane.code.k for lane in job.placement.lanes} == {1, 4}
     slices = [o.slice for o in job.operations[1] if isinstance(o, DecodeOperation)]
-    assert {each.lane.code.k for each in slices} == {1, 4}, "the keeper compares its copies, too"
+    assert {each.stripe.lane.code.k for each in slices} == {1, 4}, "the keeper compares its copies, too"
     for operation in job.operations[1]:
-        if isinstance(operation, EmitOperation) and operation.slice.lane.code.k == 1:
+        if isinstance(operation, EmitOperation) and operation.slice.stripe.lane.code.k == 1:
             assert not operation.parts and not operation.messages, "copies come from the slot that has them"
 
 
@@ -391,7 +398,7 @@ def test_one_ranks_work_grows_no_faster_than_the_ranks(lost):
             needs = same_shape_needs(placement, cells_near(placement, readers, 0), SIZES)
             list(TransferPlan(needs, placement, readers, lost, has_live_cells=True, sizes=SIZES).operations(0))
 
-        return lines_run(plan)
+        return instructions(plan)
 
     small, large = work(64), work(128)
     assert large < 2.2 * small
@@ -399,7 +406,7 @@ def test_one_ranks_work_grows_no_faster_than_the_ranks(lost):
 
 def test_one_ranks_work_grows_linearly_with_the_bytes():
     def work(nbytes: int) -> int:
-        return lines_run(
+        return instructions(
             lambda: same_shape([[leaf("w", nbytes)]] * 4, range(4), "aec", 1, (1,), {f"node{r}": [r] for r in range(4)})
         )
 

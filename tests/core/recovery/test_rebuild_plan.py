@@ -39,7 +39,7 @@ def test_the_cost_is_that_of_the_operations():
         if isinstance(each, ReadOperation):
             read[each.owner] += each.nbytes
     slices = [each.slice for each in listed if isinstance(each, DecodeOperation)]
-    made = sum(len(each.made) * each.lane.code.w * each.width for each in slices)
+    made = sum(len(each.stripe.made) * each.stripe.lane.code.w * each.width for each in slices)
     assert len(slices) > placement.lanes[0].D, "some stripe has several slices"
     assert (cost.read, cost.decoded + cost.parity) == (read, made)
 
@@ -51,7 +51,7 @@ def test_only_stripes_of_the_lost_rank_are_read():
     listed = operations(placement, set(range(70)) - {5}, {5})
     slices = [each.slice for each in listed if isinstance(each, DecodeOperation)]
     assert len(slices) == lane.code.k + lane.code.f == 64
-    assert all(len(each.shards) == lane.code.k and len(each.made) == 1 for each in slices)
+    assert all(len(each.stripe.inputs) == lane.code.k and len(each.stripe.made) == 1 for each in slices)
     assert sum(isinstance(each, ReadOperation) for each in listed) == 64 * lane.code.k
     emitted = [each for each in listed if isinstance(each, EmitOperation)]
     assert [each.slice for each in emitted] == slices and not any(each.parts or each.messages for each in emitted)
@@ -72,10 +72,10 @@ def test_the_sources_of_a_chunk_are_those_that_are_read_for_it(scheme):
     expected: dict[int, tuple[set[int], set[int]]] = {}
     for each in plan.operations(DAEMON):
         if isinstance(each, ReadOperation) and each.slice is not None:
-            (made,) = each.slice.made
-            for byte in range(made.offset, made.offset + each.slice.lane.shard_bytes):
+            (made,) = each.slice.stripe.made
+            for byte in range(made.offset, made.offset + each.slice.stripe.lane.shard_bytes):
                 lanes, ranks = expected.setdefault(byte // placement.chunk_bytes, (set(), set()))
-                lanes.add(each.slice.number)
+                lanes.add(each.slice.stripe.number)
                 ranks.add(each.owner)
     assert len(expected) == -(-placement.rank_placement(2).data_bytes // placement.chunk_bytes)
     for chunk, (lanes, ranks) in expected.items():

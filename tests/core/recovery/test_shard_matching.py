@@ -17,7 +17,7 @@ from reft.core.recovery.shard_matching import (
     pieces_of,
     wanted_leaves,
 )
-from tests.support.line_count import lines_run
+from tests.support.instruction_count import instructions
 from tests.support.shapes import placement_for
 
 
@@ -141,7 +141,7 @@ def test_the_work_grows_linearly_with_the_ranks(shapes):
         wanted = [[leaf] for leaf in grid(factor * more, others)]
         shard_match = match(pieces, wanted)
         assert not shard_match.problems and len(shard_match.needs) >= len(pieces)
-        return lines_run(lambda: match(pieces, wanted))
+        return instructions(lambda: match(pieces, wanted))
 
     assert work(2) < 2.4 * work(1)
 

@@ -15,7 +15,7 @@ from reft.core.rehearsal.compare import (
     steps_of,
     unseeded_generators,
 )
-from reft.core.rehearsal.records import AliveObject, AliveRecord, MoveRecord, attempts_of
+from reft.core.rehearsal.records import AliveObject, AliveRecord, MoveRecord, UntracedRecord, attempts_of
 from tests.support.rehearsal_records import attach, attempt, mark, marks
 
 
@@ -45,6 +45,35 @@ def test_each_kind_is_found_in_its_step(change, kind, names):
     assert difference.kinds == {kind}
 
 
+SEEDED = {"torch": "x", "python": "p"}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "kinds"),
+    [
+        ({"at_forward": SEEDED}, "BATCH", {"BATCH", "FORWARD"}),
+        ({"inputs": ["x", "j5"]}, "BATCH", {"BATCH", "INPUTS"}),
+        ({}, None, set()),  # put back, or seeded anew, between the batch and the forward
+        ({"at_forward": {"torch": "g4", "python": "x"}}, "FORWARD", {"FORWARD"}),
+        ({"leaves": {}}, "LEAVES", {"LEAVES"}),
+    ],
+)
+def test_a_generator_at_the_first_batch_counts_if_it_had_an_effect(change, kind, kinds):
+    actual = {0: {**marks(1, 9), 5: mark(5, at_batch=SEEDED, **change)}}
+    difference = first_difference({0: marks(1, 9)}, actual)
+    name = {each: each.name.removesuffix("_GENERATORS") for each in DifferenceKind}
+    assert (difference and name[difference.kind]) == kind
+    assert {name[each] for each in (difference.kinds if difference else ())} == kinds
+    assert first_difference({0: marks(1, 9)}, actual, ["torch"]) is None or kind != "BATCH" or change.get("inputs")
+
+
+def test_a_first_batch_that_one_run_has_not_recorded_is_not_compared():
+    unseen = {0: {5: mark(5, at_batch=None)}}
+    assert first_difference(unseen, {0: {5: mark(5, at_batch=SEEDED)}}) is None
+    other = {0: {5: mark(5, at_batch=SEEDED, at_forward=SEEDED)}}
+    assert first_difference(unseen, other).kinds == {DifferenceKind.FORWARD_GENERATORS}
+
+
 def test_the_first_step_counts_then_the_first_kind():
     late = {0: {**marks(1, 9), 4: mark(4, leaves={"w": "x", "b": "b4"}), 3: mark(3, state={"data": "x"}, leaves={})}}
     difference = first_difference({0: marks(1, 9)}, late)
@@ -71,9 +100,11 @@ def test_unseeded_generators_are_not_compared():
 
 def test_a_generator_that_attach_did_not_bring_back_is_named_as_that():
     moved = {"torch": "x", "python": "p"}
-    restarted = {0: attempt(4, 9, at_forward={5: moved}, generators={"torch": "wrong", "python": "p"})}
-    difference = restored_difference({0: marks(1, 9)}, restarted)
-    assert (difference.step, difference.kind) == (5, DifferenceKind.ATTACH_GENERATORS)
+    for at_batch in (moved, None):
+        wrong = {"torch": "wrong", "python": "p"}
+        restarted = {0: attempt(4, 9, at_batch={5: at_batch}, at_forward={5: moved}, generators=wrong)}
+        difference = restored_difference({0: marks(1, 9)}, restarted)
+        assert (difference.step, difference.kind) == (5, DifferenceKind.ATTACH_GENERATORS)
     restarted = {0: attempt(4, 9, at_forward={5: moved}, generators={"torch": "g4", "python": "p"})}
     assert restored_difference({0: marks(1, 9)}, restarted).kind is DifferenceKind.FORWARD_GENERATORS
 
@@ -105,5 +136,7 @@ def test_steps_that_all_ranks_have():
 def test_records_are_divided_at_each_attach():
     move = MoveRecord("torch", "train.py", 4, "iter(loader)")
     alive = AliveObject("ema", "AveragedModel", "ema")
-    found = attempts_of([mark(1), attach(0), mark(1), AliveRecord([alive]), attach(1), move, mark(2)])
+    untraced = UntracedRecord("a debugger")
+    found = attempts_of([mark(1), attach(0), mark(1), AliveRecord([alive]), attach(1), untraced, move, mark(2)])
     assert [(list(each.marks), each.moves, each.alive) for each in found] == [([1], [], [alive]), ([2], [move], [])]
+    assert [each.untraced for each in found] == ["", "a debugger"]

@@ -9,6 +9,7 @@ import pytest
 from reft.core.rehearsal.causes import find_inputs
 from reft.core.rehearsal.compare import DifferenceKind
 from reft.core.rehearsal.judge import RehearsalOutcome, RehearsalResult, judge
+from reft.core.rehearsal.reached import MomentKind
 from reft.core.rehearsal.records import AliveObject, MoveRecord, RehearsedAttempt
 from tests.support.rehearsal_records import STEP_S, attempt, mark
 
@@ -61,7 +62,7 @@ def test_an_equal_run():
         LAST,
     )
     assert (result.compared, result.recovery_s, result.ranks) == (LAST - BASE, STEP_S, 1)
-    assert (result.difference, kinds(result), result.busiest) == (None, [], None)
+    assert (result.difference, kinds(result)) == (None, [])
 
 
 def test_the_slowest_rank_sets_the_recovery_time():
@@ -143,9 +144,13 @@ def test_a_loader_without_position_explains_no_equal_inputs():
     assert kinds(judged(restarted)) == []
 
 
-def moved(*names: str) -> RehearsedAttempt:
+MOVED, STILL = {"torch": "x", "python": "p"}, {"torch": f"g{BASE}", "python": "p"}
+FROM_ATTACH, FROM_BATCH = "attach and the first batch", "the first batch and the first forward"
+
+
+def moved(*names: str, at_batch: object = STILL) -> RehearsedAttempt:
     """Returns an attempt in which the torch generator moved, with lines that moved generators."""
-    restarted = attempt(BASE, LAST, at_forward={BASE + 1: {"torch": "x", "python": "p"}})
+    restarted = attempt(BASE, LAST, at_batch={BASE + 1: at_batch}, at_forward={BASE + 1: MOVED})
     restarted.moves.extend(MoveRecord(name, "train.py", 40 + i, "  for x in loader:\n") for i, name in enumerate(names))
     return restarted
 
@@ -153,8 +158,43 @@ def moved(*names: str) -> RehearsedAttempt:
 def test_a_moved_generator():
     result = judged(moved("python", "torch"))
     assert (kinds(result), result.difference.kind) == (["moved-generator"], DifferenceKind.FORWARD_GENERATORS)
-    assert "the global torch generator moved between attach and the first step" in result.causes[0].text
+    assert f"the global torch generator moved between {FROM_BATCH}: " in result.causes[0].text
     assert "`for x in loader:` at train.py:41." in result.causes[0].text
+
+
+@pytest.mark.parametrize(
+    ("at_batch", "in_plain", "between", "kind"),
+    [
+        (MOVED, STILL, FROM_ATTACH, DifferenceKind.BATCH_GENERATORS),
+        (STILL, STILL, FROM_BATCH, DifferenceKind.FORWARD_GENERATORS),
+        # The undisturbed run has no first batch here, so the restarted one alone tells.
+        (MOVED, None, FROM_ATTACH, DifferenceKind.FORWARD_GENERATORS),
+        (STILL, None, FROM_BATCH, DifferenceKind.FORWARD_GENERATORS),
+        (None, STILL, "attach and the first step", DifferenceKind.FORWARD_GENERATORS),
+    ],
+)
+def test_a_cause_says_between_which_moments_the_generator_moved(at_batch, in_plain, between, kind):
+    result = judged(moved("torch", at_batch=at_batch), plain=undisturbed(at_batch={BASE + 1: in_plain}))
+    assert (kinds(result), result.difference.kind) == (["moved-generator"], kind)
+    assert f"the global torch generator moved between {between}: `for x in loader:`" in result.causes[0].text
+    batch = "the first batch: no loader of torch or reft handed one out between attach and the first forward"
+    assert result.unseen == ([batch] if at_batch is None else [])
+
+
+def test_a_generator_that_moves_in_each_step_has_no_moment_without_the_other_batch():
+    drawn = {"torch": "drawn", "python": "p"}
+    plain = undisturbed(at_batch={BASE + 1: None}, at_forward={BASE + 1: drawn})
+    assert "between attach and the first step:" in judged(moved("torch"), plain=plain).causes[0].text
+    plain = undisturbed(at_batch={BASE + 1: drawn}, at_forward={BASE + 1: drawn})
+    assert f"between {FROM_ATTACH}:" in judged(moved("torch", at_batch=MOVED), plain=plain).causes[0].text
+
+
+def test_a_generator_that_attach_brought_back_wrongly_moved_at_no_moment():
+    restarted = moved("torch", at_batch=MOVED)
+    wrong = replace(restarted, attach=replace(restarted.attach, generators=MOVED))
+    result = judged(wrong)
+    assert result.difference.kind is DifferenceKind.ATTACH_GENERATORS
+    assert "between attach and the first step:" in result.causes[0].text
 
 
 def test_many_places_are_counted():
@@ -183,9 +223,22 @@ def test_lines_that_move_a_generator_in_each_step_are_named_last():
     restarted = moved("torch", "torch")
     plain = undisturbed()
     plain.moves += [restarted.moves[1], replace(restarted.moves[0], is_usual=True)]
-    assert "first step: `for x in loader:` at train.py:41." in judged(restarted, plain=plain).causes[0].text
+    assert "first forward: `for x in loader:` at train.py:41." in judged(restarted, plain=plain).causes[0].text
     plain.moves.append(replace(restarted.moves[1], is_usual=True))
     assert "at train.py:40, " in judged(restarted, plain=plain).causes[0].text
+
+
+def test_what_was_not_seen_is_said_where_it_matters():
+    restarted = moved()
+    restarted.untraced = "a debugger"
+    assert judged(restarted).unseen == ["lines of the script that move a generator: a debugger"]
+    equal = attempt(BASE, LAST)
+    equal.untraced = "a debugger"
+    assert judged(equal).unseen == []
+    unseen = {step: [] for step in range(1, LAST + 6)}
+    blind = judged(attempt(BASE, LAST, inputs=unseen), plain=undisturbed(inputs=unseen))
+    assert blind.outcome is RehearsalOutcome.EQUAL
+    assert blind.unseen == ["inputs of the model, on 1 rank: no call of its forward was seen there"]
 
 
 def with_rate(step: int) -> RehearsedAttempt:
@@ -284,7 +337,12 @@ def test_a_generator_that_only_differs_is_no_difference():
     assert (result.outcome, result.unseeded) == (RehearsalOutcome.EQUAL, ["python"])
 
 
-def test_the_step_with_the_most_inputs_is_named():
-    many = {15: ["i15", "j15", "v"]}
-    result = judged(attempt(BASE, LAST, inputs=many), plain=undisturbed(inputs=many))
-    assert (result.outcome, result.busiest) == (RehearsalOutcome.EQUAL, 15)
+def test_each_side_of_the_kill_has_what_was_reached_there_up_to_the_last_step():
+    saves = {3: ["torch.save at a.py:1"], 15: ["torch.save at a.py:1"], LAST + 1: ["torch.save at a.py:2"]}
+    saves = {step: saves.get(step, []) for step in range(1, LAST + 6)}
+    result = judged(attempt(BASE, LAST + 2, saves=saves), plain=undisturbed(saves=saves))
+    sides = [side[MomentKind.CHECKPOINT].after_step for side in (result.reached_before, result.reached_after)]
+    assert (result.outcome, sides) == (RehearsalOutcome.EQUAL, [2, 14])
+    saves[3] = saves[15] = []
+    result = judged(attempt(BASE, LAST + 2, saves=saves), plain=undisturbed(saves=saves))
+    assert result.reached_before == result.reached_after == {MomentKind.CHECKPOINT: None}

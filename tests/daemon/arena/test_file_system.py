@@ -23,9 +23,9 @@ def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trai
     A script that clears /dev/shm after a user's job does the same.
     """
     job = Job([(daemon, [0])]).decide()
-    slots = job.slots(0, trainer.pid)
+    slots = job.slots(0, trainer)
     assert daemon.status("job").backing == "tmpfs"
-    for name in ("rank-0.slot-1", "record"):
+    for name in ("rank-0.slot-1", "record.0", "record.1"):
         (daemon.folder / "job" / name).unlink()
     assert daemon.status("job").backing == "unlinked"
     until(lambda: "somebody has removed slot files" in daemon.log.read_text(), what="the log line")
@@ -41,7 +41,7 @@ def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trai
 def test_a_removed_folder_does_not_end_the_daemon(daemon, trainer, holds):
     job = Job([(daemon, [0])])
     if holds:
-        write(job.decide().slots(0, trainer.pid)[0], job.version(1))
+        write(job.decide().slots(0, trainer)[0], job.version(1))
     shutil.rmtree(daemon.folder)
     if holds:
         until(lambda: "somebody has removed slot files" in daemon.log.read_text(), what="the log line")
@@ -87,7 +87,7 @@ def fill_to_the_last(job: Job, daemon: DaemonProcess) -> list[Path]:
 
 def test_a_full_file_system_keeps_no_job_from_restarting(cramped, trainer):
     job = Job([(cramped, [0])]).decide()
-    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
+    write(job.slots(0, trainer)[0], job.version(1), LANDED)
     fill(cramped.folder)
     trainer.kill()
     until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")
@@ -104,7 +104,7 @@ def test_a_full_file_system_keeps_no_job_from_restarting(cramped, trainer):
 
 def test_a_step_is_sealed_although_the_record_can_not_be_written(cramped, trainer):
     job = Job([(cramped, [0])]).decide()
-    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
+    write(job.slots(0, trainer)[0], job.version(1), LANDED)
     fill_to_the_last(Job([(cramped, [0])], name="other"), cramped)
     trainer.kill()
     until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")

@@ -18,7 +18,7 @@ from reft.errors import ConfigError
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import limits, pool
 from reft_daemon.arena.pool import SpareFiles, SparePool
-from reft_daemon.main import parse_spare
+from reft_daemon.server.settings import parse_spare
 from tests.support.daemons import until
 from tests.support.jobs import Job, slot_path, write
 
@@ -163,7 +163,7 @@ def test_a_standby_daemon_has_slots_ready_and_its_first_arena_takes_them(start, 
     until(lambda: spare_of(daemon) == (12 * MIB, 12 * MIB), what="spare memory")
     ready = nameless(daemon.process.pid)
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid, slots=2)
+    names = job.lease(0, trainer, slots=2)
     assert spare_of(daemon)[0] == 4 * MIB
     assert {os.stat(slot_path(daemon, name)).st_ino for name in names} < ready
     for slot in job.maps(0, names):
@@ -186,4 +186,4 @@ def test_a_daemon_without_memory_for_spare_files_serves(start, trainer):
     daemon = start("--spare", "2x4MiB", "--memory", "6MiB")
     until(lambda: "spare files take 0 B of the 8.0 MiB wanted" in daemon.log.read_text(), what="the log line")
     assert spare_of(daemon) == (0, 8 * MIB)
-    assert Job([(daemon, [0])]).decide().lease(0, trainer.pid)
+    assert Job([(daemon, [0])]).decide().lease(0, trainer)

@@ -28,15 +28,16 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import main
 from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.pool import SpareFiles, SparePool
-from reft_daemon.jobs import capsules, epochs, leasing
+from reft_daemon.jobs import capsules, leasing
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.jobs.leases import FENCE_DEADLINE_S, ProcessWatch
+from reft_daemon.jobs.leases import FENCE_DEADLINE_S, ProcessWatch, caller_process
 from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
 from reft_daemon.server import socket_keeper
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.daemons import DaemonProcess
-from tests.support.jobs import Code, Job, Trainer, epoch_of, refused, registry_of
+from tests.support.jobs import Code, Job, decide_now, epoch_of, refused, registry_of
+from tests.support.trainer_forks import Trainer
 
 FULL = OSError(errno.EMFILE, "Too many open files")
 
@@ -63,18 +64,18 @@ def itself() -> Process:
 def test_a_trainer_that_can_not_be_examined_does_not_count_as_dead(arena, monkeypatch, call):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1))
+        decide_now(job, decide_request(1))
         before = len(os.listdir("/proc/self/fd"))
         request = lease_request(1)
         with monkeypatch.context() as patch:
             patch.setattr(*((os, call) if call == "pidfd_open" else (Path, call)), fail)
             with pytest.raises(OSError, match="Too many open files"):
-                await leasing.lease(job, request)
+                await leasing.lease(job, request, caller_process(os.getpid()))
         assert not job.leases and not job.has_failed
         for slot in list(job.slots.current.values()):
             arena.free(job.slots.current.pop(slot.name))
         assert len(os.listdir("/proc/self/fd")) == before
-        await leasing.lease(job, request)
+        await leasing.lease(job, request, caller_process(os.getpid()))
         assert job.is_live
 
     asyncio.run(run())
@@ -96,7 +97,7 @@ def test_a_lack_of_descriptors_is_an_error_that_may_be_retried(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     pid = daemon.process.pid
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    request = job.lease_request(0, trainer.pid, slots=0, data_bytes=0, table_bytes=0)
+    request = job.lease_request(0, slots=0, data_bytes=0, table_bytes=0)
     with rpc.channel(daemon.address) as channel:
         stub = pb_grpc.DaemonStub(channel)
         stub.Status(pb.StatusRequest(), timeout=10)  # the connection is open now
@@ -127,8 +128,8 @@ def test_files_that_can_not_be_opened_for_now_are_not_renamed(arena, monkeypatch
     async def run() -> None:
         request = decide_request(1)
         job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue())
-        epochs.decide(job, request)
-        await leasing.lease(job, lease_request(1))
+        decide_now(job, request)
+        await leasing.lease(job, lease_request(1), caller_process(os.getpid()))
         version = messages.version_to(Version(epoch_of(1), 3))
         job.capsule_replication.store.keep(pb.CapsuleRecord(version=version), Decision(epoch_of(1), None), Outcome(), 1)
         names = set(os.listdir(arena.folder / "job"))
@@ -207,7 +208,7 @@ def test_loops_go_on_if_no_thread_can_be_started(monkeypatch, tmp_path, caplog):
 
     async def run() -> None:
         place = socket_keeper.SocketKeeper(tmp_path / "d.sock")
-        loops = [asyncio.ensure_future(each) for each in (place.watch(None, None), main._refill_spare_files(pool))]
+        loops = [asyncio.ensure_future(each) for each in (place.watch(), main._refill_spare_files(pool))]
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", raise_no_thread)
             for _ in range(10):

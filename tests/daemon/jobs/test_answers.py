@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from reft.core.commit.version import Version
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import epochs, leasing
+from reft_daemon.jobs import leasing
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import caller_process
 from tests.daemon.jobs.test_leases import decide_request, lease_request
-from tests.support.jobs import epoch_of, write
+from tests.support.jobs import decide_now, epoch_of, write
 
 
 def test_a_slot_with_a_damaged_capsule_is_not_reported_as_sealed(tmp_path, caplog):
@@ -19,8 +21,8 @@ def test_a_slot_with_a_damaged_capsule_is_not_reported_as_sealed(tmp_path, caplo
         job = JobRecord(
             Arena(tmp_path / "arena", 64 << 20), pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue()
         )
-        epochs.decide(job, decide_request(1))
-        slots = await leasing.lease(job, lease_request(1))
+        decide_now(job, decide_request(1))
+        slots = await leasing.lease(job, lease_request(1), caller_process(os.getpid()))
         for step, slot in enumerate(slots, 1):
             write(slot.map, Version(epoch_of(1), step), nbytes=4096, compared={7: 10 * step})
         assert job.capsule_replication.cell_digests(slots, epoch_of(1)) == {1: {7: 10}, 2: {7: 20}}

@@ -15,13 +15,14 @@ from reft.core.membership.failure_detector import AgentPhase
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import epochs, rounds, trainers
+from reft_daemon.jobs import rounds, trainers
 from reft_daemon.jobs.changes import ChangeKind, ChangeQueue, JobChange
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
 from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
 from reft_daemon.registry import Registry
-from tests.support.jobs import Trainer, registry_of
+from tests.support.jobs import decide_now, registry_of
+from tests.support.trainer_forks import Trainer
 
 RANKS, OUTCOME, EPOCH, AGENT = ChangeKind
 
@@ -238,15 +239,15 @@ def test_decisions_and_ends_put_their_changes(registry):
     async def run() -> None:
         job = job_in(registry)
         request = pb.DecideRequest(manifest=job.record.manifest, node_index=1, decision=pb.Decision())
-        epochs.decide(job, request)
+        decide_now(job, request)
         assert not len(registry.changes), "the decision is in force already"
         request.decision.epoch.counter = 1
-        epochs.decide(job, request)
+        decide_now(job, request)
         assert await take_all(registry.changes) == [JobChange("job", {EPOCH})]
         process = Process(os.getpid(), stat_of(os.getpid()).start)
         trainers.watch(job, 0, Lease(process, 1))
         assert not len(registry.changes)
-        trainers.release(job, pb.ReleaseRequest(epoch=request.decision.epoch, rank=0))
+        trainers.release(job, pb.ReleaseRequest(epoch=request.decision.epoch, rank=0), os.getpid())
         assert await take_all(registry.changes) == [JobChange("job", {RANKS})]
 
     asyncio.run(run())

@@ -12,6 +12,7 @@ from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry, Header
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.slices import run_at_once
 from reft_daemon.jobs.epochs import earlier_manifest, is_new, next_record
 from reft_daemon.jobs.leases import Lease
 from reft_daemon.jobs.leasing import check_request, check_trainer
@@ -206,10 +207,10 @@ def test_the_next_record_remembers_that_a_version_was_whole():
     request = pb.DecideRequest(manifest=manifest("new"), decision=decision(3), node_index=0)
     earlier = pb.JobRecord(manifest=manifest("now"), decision=decision(2), had_whole=True)
     earlier.leases.add(rank=0, pid=7)
-    record = next_record(earlier, request, [4, 5])
+    record = run_at_once(next_record(earlier, request, [4, 5]))
     assert record.had_whole and list(record.holders) == [4, 5] and not record.leases
     assert record.manifest.script == "new" and not record.HasField("base_manifest")
     fresh = pb.JobRecord(manifest=manifest("now"))
-    assert not next_record(fresh, request, []).had_whole
+    assert not run_at_once(next_record(fresh, request, [])).had_whole
     based = pb.DecideRequest(manifest=manifest("new"), decision=decision(3, OF_1))
-    assert next_record(fresh, based, []).had_whole
+    assert run_at_once(next_record(fresh, based, [])).had_whole

@@ -34,8 +34,8 @@ def held_bytes(daemon: DaemonProcess) -> int:
 
 def test_record_slots_are_leased_beside_the_slots_and_fit_again(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    slots, before = job.lease(0, trainer.pid), held_bytes(daemon)
-    reply = daemon.call("Lease", job.lease_request(0, trainer.pid, **RECORDS))
+    slots, before = job.lease(0, trainer), held_bytes(daemon)
+    reply = trainer.call(daemon.address, "Lease", job.lease_request(0, **RECORDS))
     names = [slot.name for slot in reply.slots]
     assert names == [f"record-0.slot-{i}" for i in range(4)] and not {*names} & {*slots}
     assert held_bytes(daemon) == before + sum(slot.file_bytes for slot in reply.slots)
@@ -43,17 +43,17 @@ def test_record_slots_are_leased_beside_the_slots_and_fit_again(daemon, trainer)
     for record in job.maps(0, names):
         geometry = record.header.geometry
         assert (geometry.table_capacity, geometry.data_capacity, geometry.chunk_bytes) == (0, 3 * CHUNK, CHUNK)
-    assert job.lease(0, trainer.pid, **RECORDS) == names
-    assert job.lease(0, trainer.pid, **RECORDS | {"record_bytes": CHUNK}) == names, "larger ones serve"
-    fewer = job.lease(0, trainer.pid, **RECORDS | {"records": 2})
+    assert job.lease(0, trainer, **RECORDS) == names
+    assert job.lease(0, trainer, **RECORDS | {"record_bytes": CHUNK}) == names, "larger ones serve"
+    fewer = job.lease(0, trainer, **RECORDS | {"records": 2})
     assert fewer == names, "their records may have to be replayed"
     assert sorted(path.name for path in (daemon.folder / "job").glob("record-*")) == names
 
 
 def test_record_slots_of_another_size_are_made_anew(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    job.lease(0, trainer.pid, **RECORDS)
-    larger = job.lease(0, trainer.pid, **RECORDS | {"record_bytes": 9 * CHUNK})
+    job.lease(0, trainer, **RECORDS)
+    larger = job.lease(0, trainer, **RECORDS | {"record_bytes": 9 * CHUNK})
     assert [record.header.geometry.data_capacity for record in job.maps(0, larger)] == [9 * CHUNK] * 4
     assert sorted(path.name for path in (daemon.folder / "job").glob("record-*")) == sorted(larger)
 
@@ -61,7 +61,7 @@ def test_record_slots_of_another_size_are_made_anew(daemon, trainer):
 def test_records_are_no_state_of_their_rank_but_replays_read_them(daemon, trainer):
     """A record is sealed under (epoch, mark), as a snapshot is."""
     job = Job([(daemon, [0])]).decide()
-    slots, names = job.lease(0, trainer.pid), job.lease(0, trainer.pid, **RECORDS)
+    slots, names = job.lease(0, trainer), job.lease(0, trainer, **RECORDS)
     seal(job.maps(0, names)[0], job, 7)
     assert set(job.headers()) == set(slots)
     status = daemon.status("job")
@@ -79,7 +79,7 @@ def test_records_are_no_state_of_their_rank_but_replays_read_them(daemon, traine
 
 def test_a_restarted_daemon_adopts_records_by_their_headers(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid, **RECORDS)
+    names = job.lease(0, trainer, **RECORDS)
     first, second, *_ = job.maps(0, names)
     seal(first, job, 3)
     before = held_bytes(daemon)
@@ -89,7 +89,7 @@ def test_a_restarted_daemon_adopts_records_by_their_headers(daemon, trainer):
     seal(second, job, 4)  # the trainer goes on meanwhile
     assert held_bytes(daemon) < before, "the damaged file is not adopted"
     assert (daemon.folder / "job" / f"{names[3]}.bad").exists()
-    again = job.lease(0, trainer.pid, **RECORDS)
+    again = job.lease(0, trainer, **RECORDS)
     assert again[:3] == names[:3] and len(again) == 4
     states = [(each.header.state, each.header.version and each.header.version.step) for each in job.maps(0, again)]
     assert states == [(SlotState.SEALED, 3), (SlotState.SEALED, 4), (SlotState.EMPTY, None), (SlotState.EMPTY, None)]
@@ -97,7 +97,7 @@ def test_a_restarted_daemon_adopts_records_by_their_headers(daemon, trainer):
 
 def test_memfds_with_records_come_back_from_their_trainer(cramped, trainer):
     job = Job([(cramped, [0])]).decide()
-    names = [*job.lease(0, trainer.pid), *job.lease(0, trainer.pid, **RECORDS)]
+    names = [*job.lease(0, trainer), *job.lease(0, trainer, **RECORDS)]
     descriptors, before = job.descriptors(0, names), held_bytes(cramped)
     cramped.kill()
     cramped.start()
@@ -105,18 +105,18 @@ def test_memfds_with_records_come_back_from_their_trainer(cramped, trainer):
     for _ in range(2):  # a repeated call changes nothing
         assert local_socket.ask_slots(job.local_socket(), request, descriptors, 5) == []
     assert held_bytes(cramped) == before
-    assert job.lease(0, trainer.pid, **RECORDS) == names[2:]
+    assert job.lease(0, trainer, **RECORDS) == names[2:]
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def test_records_go_with_the_job_and_with_a_lane_that_copies_nothing(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    job.lease(0, trainer.pid)
-    job.lease(0, trainer.pid, **RECORDS)
-    job.lease(0, trainer.pid)
+    job.lease(0, trainer)
+    job.lease(0, trainer, **RECORDS)
+    job.lease(0, trainer)
     assert not list((daemon.folder / "job").glob("record-*")), "no rank of this job records gradients"
-    job.lease(0, trainer.pid, **RECORDS)
+    job.lease(0, trainer, **RECORDS)
     job.close()
     daemon.call("Purge", pb.PurgeRequest(job="job"))
     assert held_bytes(daemon) == 0 and not (daemon.folder / "job").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import tempfile
 import threading
@@ -19,13 +20,15 @@ from reft.errors import AttachError, FormatError, NoRoom
 from reft.wire import messages
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import arena as arena_module
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import epochs, leasing, persistence, rounds, slot_reads, trainers
+from reft_daemon.jobs import leasing, persistence, rounds, slot_reads, trainers
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import caller_process
 from tests.daemon.jobs.test_leases import decide_request, lease_request, release_request
 from tests.support.daemons import until
-from tests.support.jobs import CHUNK, Code, Job, epoch_of, refused, write
+from tests.support.jobs import CHUNK, Code, Job, decide_now, epoch_of, refused, write
 from tests.support.saying import report_of
 
 
@@ -44,11 +47,11 @@ def seal(job: Job, slot, step: int) -> None:
 def test_a_refused_lease_takes_nothing_from_the_trainer(start, trainer, filled):
     daemon = start("--memory", "8MiB")
     job = Job([(daemon, [0])]).decide()
-    one, two = job.slots(0, trainer.pid)
+    one, two = job.slots(0, trainer)
     for step, slot in list(enumerate((one, two), 1))[:filled]:
         seal(job, slot, step)
     with refused(Code.RESOURCE_EXHAUSTED):
-        job.lease(0, trainer.pid, data_bytes=64 << 20)
+        job.lease(0, trainer, data_bytes=64 << 20)
     for step, slot in ((3, one), (4, two), (5, one)):
         seal(job, slot, step)
     daemon.kill()
@@ -59,10 +62,10 @@ def test_a_refused_lease_takes_nothing_from_the_trainer(start, trainer, filled):
 @pytest.mark.parametrize("filled", [0, 2])
 def test_steps_written_while_larger_slots_are_made_are_kept(daemon, trainer, filled):
     job = Job([(daemon, [0])]).decide()
-    old = job.slots(0, trainer.pid)
+    old = job.slots(0, trainer)
     for step, slot in list(enumerate(old, 1))[:filled]:
         seal(job, slot, step)
-    new = job.slots(0, trainer.pid, data_bytes=8 * CHUNK)
+    new = job.slots(0, trainer, data_bytes=8 * CHUNK)
     seal(job, old[0], 3)
     assert (SlotState.SEALED, 3) in job.headers().values() and job.whole() == 3
     seal(job, new[0], 4)
@@ -72,8 +75,8 @@ def test_steps_written_while_larger_slots_are_made_are_kept(daemon, trainer, fil
 
 def test_a_landed_step_in_a_replaced_slot_is_sealed_too(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    old, _ = job.slots(0, trainer.pid)
-    job.lease(0, trainer.pid, data_bytes=8 * CHUNK)
+    old, _ = job.slots(0, trainer)
+    job.lease(0, trainer, data_bytes=8 * CHUNK)
     write(old, job.version(1), SlotState.LANDED)  # the trainer has not mapped the new slots yet
     trainer.kill()
     until(lambda: (SlotState.SEALED, 1) in job.headers().values(), what="the seal")
@@ -83,16 +86,16 @@ def test_a_landed_step_in_a_replaced_slot_is_sealed_too(daemon, trainer):
 def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1))
-        one, _ = await leasing.lease(job, lease_request(1))
+        decide_now(job, decide_request(1))
+        one, _ = await leasing.lease(job, lease_request(1), caller_process(os.getpid()))
         write(one.map, Version(epoch_of(1), 1), nbytes=4096)
-        trainers.release(job, release_request(1))
+        trainers.release(job, release_request(1), os.getpid())
         from_one = decide_request(2)
         from_one.decision.base.CopyFrom(messages.version_to(Version(epoch_of(1), 1)))
-        epochs.decide(job, from_one)
+        decide_now(job, from_one)
         larger = lease_request(2)
         larger.data_bytes = 3 * 4096
-        await leasing.lease(job, larger)
+        await leasing.lease(job, larger, caller_process(os.getpid()))
         assert job.slots.retired
         os.truncate(arena.folder / "job" / one.name, 100)
         said = messages.report_to(report_of({1: StepAnswer.SEALED}))
@@ -105,7 +108,7 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
 def test_slots_of_a_cancelled_lease_are_kept_for_the_next_try(arena, monkeypatch):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1))
+        decide_now(job, decide_request(1))
         begun, goes_on = threading.Event(), threading.Event()
         create, calls = arena.create, []
 
@@ -116,10 +119,10 @@ def test_slots_of_a_cancelled_lease_are_kept_for_the_next_try(arena, monkeypatch
             return create(*arguments)
 
         monkeypatch.setattr(arena, "create", slowly)
-        first = asyncio.ensure_future(leasing.lease(job, lease_request(1)))
+        first = asyncio.ensure_future(leasing.lease(job, lease_request(1), caller_process(os.getpid())))
         await asyncio.to_thread(begun.wait, 20)
         first.cancel()
-        second = asyncio.ensure_future(leasing.lease(job, lease_request(1)))
+        second = asyncio.ensure_future(leasing.lease(job, lease_request(1), caller_process(os.getpid())))
         for _ in range(10):
             await asyncio.sleep(0)  # the second request runs until it must wait
         goes_on.set()
@@ -132,7 +135,7 @@ def test_slots_of_a_cancelled_lease_are_kept_for_the_next_try(arena, monkeypatch
 def test_slots_of_a_job_that_is_dropped_meanwhile_are_freed(arena, monkeypatch):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1))
+        decide_now(job, decide_request(1))
         begun, goes_on = threading.Event(), threading.Event()
         create = arena.create
 
@@ -143,7 +146,7 @@ def test_slots_of_a_job_that_is_dropped_meanwhile_are_freed(arena, monkeypatch):
             return slots
 
         monkeypatch.setattr(arena, "create", slowly)
-        lease = asyncio.ensure_future(leasing.lease(job, lease_request(1)))
+        lease = asyncio.ensure_future(leasing.lease(job, lease_request(1), caller_process(os.getpid())))
         await asyncio.to_thread(begun.wait, 20)
         persistence.free(job)
         with pytest.raises(AttachError, match="was dropped"):
@@ -172,11 +175,25 @@ def test_only_a_lack_of_memory_raises_no_room(arena, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before and arena.held_bytes == 0
 
 
+def test_a_file_that_is_cut_while_it_becomes_a_slot_leaves_nothing_behind(arena, monkeypatch):
+    def cut(descriptor: int, *_: object) -> None:
+        os.ftruncate(descriptor, 4096)
+
+    gc.collect()  # descriptors that other tests have left
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(arena_module, "_make_pages", cut)
+    with pytest.raises(AttachError, match="the file ends after"):
+        arena.create("job", 0, {"rank-0.slot-0": Geometry(4096, 4096, 4096)}, [])
+    assert arena.held_bytes == 0 and not list((arena.folder / "job").iterdir())
+    gc.collect()  # the error's traceback has the frame of the constructor
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def job_of(arena: Arena, name: str = "job") -> JobRecord:
     request = decide_request(1)
     request.manifest.job = name
     job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue())
-    epochs.decide(job, request)
+    decide_now(job, request)
     return job
 
 
@@ -194,7 +211,10 @@ def test_two_leases_at_once_do_not_take_the_same_memory(arena, monkeypatch):
         monkeypatch.setattr(asyncio, "to_thread", counted)
         request = lease_request(1)
         request.data_bytes, request.chunk_bytes = 16 << 20, 256 << 10
-        leases = [asyncio.ensure_future(leasing.lease(job_of(arena, name), request)) for name in ("one", "other")]
+        leases = [
+            asyncio.ensure_future(leasing.lease(job_of(arena, name), request, caller_process(os.getpid())))
+            for name in ("one", "other")
+        ]
         await to_thread(checked.wait, 20)
         assert len(makers) == 1, "no other request checks for memory before the first one has taken it"
         goes_on.set()
@@ -215,14 +235,14 @@ def test_a_job_that_comes_again_waits_for_slots_of_the_dropped_job(arena, monkey
 
         monkeypatch.setattr(arena, "create", slowly)
         dropped = job_of(arena)
-        first = asyncio.ensure_future(leasing.lease(dropped, lease_request(1)))
+        first = asyncio.ensure_future(leasing.lease(dropped, lease_request(1), caller_process(os.getpid())))
         await asyncio.to_thread(begun.wait, 20)
         persistence.free(dropped)
         with pytest.raises(AttachError, match="was dropped"):
             await first
         again = job_of(arena)
         begun.clear()
-        second = asyncio.ensure_future(leasing.lease(again, lease_request(1)))
+        second = asyncio.ensure_future(leasing.lease(again, lease_request(1), caller_process(os.getpid())))
         for _ in range(10):
             await asyncio.sleep(0)  # the request runs until it must wait
         assert not begun.is_set()
@@ -253,7 +273,7 @@ def test_a_read_of_a_slot_that_is_freed_meanwhile_reaches_no_other_file(arena):
     async def run() -> None:
         job, request, version = job_of(arena), lease_request(1), Version(epoch_of(1), 1)
         request.data_bytes = 2 * slot_reads.READ_CHUNK
-        slot, _ = await leasing.lease(job, request)
+        slot, _ = await leasing.lease(job, request, caller_process(os.getpid()))
         write(slot.map, version, nbytes=request.data_bytes)
         ask = pb.ReadRequest(job="job", slot=slot.name, version=messages.version_to(version), size=slot.file_bytes)
         pieces, number = slot_reads.read(job, ask), slot.descriptor

@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 
 from reft.core.commit.round import StepAnswer
-from reft.errors import AttachError, StaleEpoch
+from reft.errors import AttachError, NoRoom, StaleEpoch
 from reft.wire import messages
-from reft.wire.process import Process, stat_of
+from reft.wire import process as wire_process
+from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon import registry as registry_module
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import epochs, leasing, trainers
+from reft_daemon.jobs import leasing, trainers
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.jobs.leases import Lease, end_orphans
+from reft_daemon.jobs.leases import Lease, caller_process, end_orphans
 from tests.support.daemons import until
-from tests.support.jobs import Code, Job, epoch_of, refused
+from tests.support.jobs import Code, Job, decide_now, epoch_of, refused, registry_of
 
 
 @pytest.fixture
@@ -39,8 +41,7 @@ def decide_request(counter: int) -> pb.DecideRequest:
 def lease_request(counter: int) -> pb.LeaseRequest:
     epoch = messages.epoch_to(epoch_of(counter))
     return pb.LeaseRequest(
-        job="job", epoch=epoch, rank=0, pid=os.getpid(), pid_start=stat_of(os.getpid()).start, slots=2,
-        data_bytes=4096, table_bytes=4096, chunk_bytes=4096,
+        job="job", epoch=epoch, rank=0, slots=2, data_bytes=4096, table_bytes=4096, chunk_bytes=4096
     )  # fmt: skip
 
 
@@ -50,12 +51,12 @@ def release_request(counter: int) -> pb.ReleaseRequest:
 
 def test_a_process_that_closed_its_session_gets_no_lease_in_that_epoch(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     daemon.call("Release", pb.ReleaseRequest(job="job", epoch=job.epoch))
     with refused(Code.FAILED_PRECONDITION, "has closed its session"):
-        job.lease(0, trainer.pid)
+        job.lease(0, trainer)
     assert not daemon.status("job").ranks[0].alive
-    assert job.decide().lease(0, trainer.pid) == names, "the same process may attach again"
+    assert job.decide().lease(0, trainer) == names, "the same process may attach again"
 
 
 @pytest.mark.parametrize("event", ["closed", "attached anew"])
@@ -64,8 +65,8 @@ def test_a_slow_lease_undoes_no_close_and_no_new_attach(arena, monkeypatch, even
 
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(job, decide_request(1))
-        await leasing.lease(job, lease_request(1))
+        decide_now(job, decide_request(1))
+        await leasing.lease(job, lease_request(1), caller_process(os.getpid()))
         begun, goes_on = asyncio.Event(), asyncio.Event()
 
         async def slowly(job: JobRecord, request: pb.LeaseRequest) -> list:
@@ -74,11 +75,11 @@ def test_a_slow_lease_undoes_no_close_and_no_new_attach(arena, monkeypatch, even
             return []
 
         monkeypatch.setattr(leasing, "slots_for", slowly)
-        late = asyncio.ensure_future(leasing.lease(job, lease_request(1)))
+        late = asyncio.ensure_future(leasing.lease(job, lease_request(1), caller_process(os.getpid())))
         await begun.wait()
-        trainers.release(job, release_request(1))
+        trainers.release(job, release_request(1), os.getpid())
         if event == "attached anew":
-            epochs.decide(job, decide_request(2))
+            decide_now(job, decide_request(2))
         goes_on.set()
         with pytest.raises(AttachError if event == "closed" else StaleEpoch):
             await late
@@ -94,7 +95,7 @@ def test_a_decision_is_refused_while_a_new_trainer_lives(daemon, trainer):
     """
     job = Job([(daemon, [0])]).decide()
     daemon.call("Inventory", pb.InventoryRequest(job="job", launch="other", pids=[os.getpid()], end_orphans=True))
-    job.lease(0, trainer.pid)
+    job.lease(0, trainer)
     with refused(Code.ALREADY_EXISTS, f"process {trainer.pid}, which lives"):
         job.decide()
     job.counter -= 1
@@ -108,19 +109,85 @@ def test_a_decision_is_refused_while_a_new_trainer_lives(daemon, trainer):
 def test_the_rank_of_a_living_trainer_is_leased_to_no_other_process(daemon, trainer):
     """Otherwise two processes would write the same slots."""
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     with refused(Code.ALREADY_EXISTS, f"is already attached by process {trainer.pid}"):
-        job.lease(0, os.getpid())
+        job.lease(0)
     trainer.kill()
     until(lambda: not daemon.status("job").ranks[0].alive, what="the news of its death")
-    assert job.lease(0, os.getpid()) == names
+    assert job.lease(0) == names
 
 
 def test_an_orphan_that_does_not_die_fails_the_attach():
     class Undying:
-        async def kill(self) -> bool:
+        async def kill(self, **facts: object) -> bool:
             return False
 
     orphan = Lease(Process(7, 70), 1, Undying())
     with pytest.raises(AttachError, match="process 7, an orphan of rank 3, does not die"):
-        asyncio.run(end_orphans("job", {3: orphan}, True, []))
+        asyncio.run(end_orphans("job", {3: orphan}, True, [], "launch", "pid 1"))
+
+
+@pytest.mark.parametrize("same_machine", [True, False])
+def test_pids_of_another_boot_are_nobody(arena, monkeypatch, same_machine):
+    """After a reboot, or in another pid namespace, other processes have the recorded pids."""
+
+    async def run() -> None:
+        registry = registry_of(arena)
+        request = decide_request(1)
+        request.manifest.token = bytes(31) + b"1"
+        await registry.decide(request)
+        await registry.lease(lease_request(1), caller_process(os.getpid()))
+        if not same_machine:
+            monkeypatch.setattr("reft_daemon.jobs.epochs.machine", lambda: "another boot")
+        restarted = registry_of(arena)
+        restarted.adopt()
+        assert (restarted.jobs["job"].leases[0].watch is not None) is same_machine
+        assert wire_process.machine() == restarted.jobs["job"].record.machine
+
+    asyncio.run(run())
+
+
+def test_a_later_process_with_a_recorded_pid_is_nobody(arena):
+    """The trainer ended while no daemon ran, and this process has its pid now."""
+
+    async def run() -> None:
+        registry = registry_of(arena)
+        request = decide_request(1)
+        request.manifest.token = bytes(31) + b"1"
+        await registry.decide(request)
+        await registry.lease(lease_request(1), caller_process(os.getpid()))
+        record = registry.jobs["job"].record
+        record.leases[0].pid_start -= 1
+        arena.job_files.write(record)
+        restarted = registry_of(arena)
+        restarted.adopt()
+        lease = restarted.jobs["job"].leases[0]
+        assert (lease.process.pid, lease.watch) == (os.getpid(), None), "so a fence ends nobody"
+
+    asyncio.run(run())
+
+
+def test_a_daemon_holds_no_more_jobs_than_its_limit(arena, monkeypatch):
+    monkeypatch.setattr(registry_module, "JOBS_MAX", 2)
+
+    async def run() -> None:
+        registry = registry_of(arena)
+        for number, name in enumerate(("a", "b", "c")):
+            request = decide_request(1)
+            request.manifest.job, request.manifest.token = name, bytes(32)
+            if number < 2:
+                await registry.decide(request)
+                continue
+            with pytest.raises(NoRoom, match=r"holds 2 jobs; the limit is 2[\s\S]*reft-cli purge"):
+                await registry.decide(request)
+        assert set(registry.jobs) == {"a", "b"} and not (arena.folder / "c").exists()
+        await registry.decide(decide_again("a"))
+
+    asyncio.run(run())
+
+
+def decide_again(job: str) -> pb.DecideRequest:
+    """Returns the decision of the next attach of a job."""
+    request = decide_request(2)
+    request.manifest.job, request.manifest.token = job, bytes(32)
+    return request

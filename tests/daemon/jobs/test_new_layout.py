@@ -17,13 +17,13 @@ from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import epochs, rounds
+from reft_daemon.jobs import rounds
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.epochs import check_kept, leases_to_keep
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
 from tests.daemon.jobs.test_leases import decide_request
-from tests.support.jobs import Code, Job, epoch_of, refused, tcp_call, write
+from tests.support.jobs import Code, Job, decide_now, epoch_of, refused, tcp_call, write
 
 ALIVE = object()  # stands for the watch of a living process
 
@@ -42,7 +42,7 @@ def job() -> Iterator[JobRecord]:
     with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as path:
         arena = Arena(Path(path), 64 << 20)
         record = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
-        epochs.decide(record, decide_request(1))
+        decide_now(record, decide_request(1))
         yield record
         arena.close()
 
@@ -65,7 +65,7 @@ def make_whole(job: JobRecord, step: int) -> None:
 
 def test_a_pinned_node_says_what_is_whole_and_learns_nothing_until_the_pin_is_undone(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    slots = job.slots(0, trainer.pid)
+    slots = job.slots(0, trainer)
     assert not daemon.call("Pin", pin_request(1)).HasField("whole"), "nothing is whole yet"
     write(slots[0], job.version(1))
     job.report(0, {1: StepAnswer.SEALED})
@@ -93,7 +93,7 @@ def test_a_pin_of_the_epoch_that_an_earlier_try_has_ended_changes_nothing(job):
     make_whole(job, 3)
     request = relayout(3)
     request.decision.known.append(messages.epoch_to(epoch_of(1)))
-    epochs.decide(job, request)
+    decide_now(job, request)
     make_whole(job, 5)
     assert rounds.pin(job, pin_request(1)) is None, "the base of the decision in force stays"
     assert not job.round.is_pinned, "epoch 2 goes on"
@@ -107,23 +107,21 @@ def test_a_job_without_a_round_has_nothing_to_pin(job):
         rounds.pin(record, request)
 
 
-def test_a_pin_needs_the_job_and_over_tcp_its_token(site):
+def test_a_pin_needs_the_job_and_the_unix_socket(site):
     (daemon,) = site.add(1)
     with refused(Code.NOT_FOUND):
         daemon.call("Pin", pin_request(1))
     job = Job([(daemon, [0])]).decide()
-    address = job.hellos[0].addresses[0]
-    for token in (None, b"x" * 32):
-        with refused(Code.UNAUTHENTICATED):
-            tcp_call(address, "Pin", pin_request(1), token)
+    with refused(Code.UNIMPLEMENTED):
+        tcp_call(job.hellos[0].addresses[0], "Pin", pin_request(1), job.manifest.token)
     with refused(Code.ABORTED):
-        tcp_call(address, "Pin", pin_request(2), job.manifest.token)
-    tcp_call(address, "Pin", pin_request(1), job.manifest.token)
+        daemon.call("Pin", pin_request(2))
+    daemon.call("Pin", pin_request(1))
 
 
 def test_the_next_epoch_is_not_pinned(job):
     rounds.pin(job, pin_request(1))
-    epochs.decide(job, relayout(None))
+    decide_now(job, relayout(None))
     assert not job.round.is_pinned
     make_whole(job, 9)
     assert job.known_whole == 9
@@ -149,7 +147,7 @@ def test_living_trainers_that_decide_for_themselves_stay(leases, pids, kept):
 
 def test_a_trainer_that_stays_may_not_write_the_slots_that_it_had(job):
     job.leases = {0: lease_of(7)}
-    epochs.decide(job, relayout(None, 7))
+    decide_now(job, relayout(None, 7))
     assert job.epoch == epoch_of(2) and job.leases[0].process.pid == 7 and not job.leases[0].given_slots
 
 
@@ -157,14 +155,14 @@ def test_a_living_trainer_that_does_not_decide_refuses_the_decision(job):
     job.leases = {0: lease_of(7), 1: lease_of(8)}
     before = job.record.SerializeToString()
     with pytest.raises(AlreadyAttached, match="process 8"):
-        epochs.decide(job, relayout(None, 7))
+        decide_now(job, relayout(None, 7))
     assert job.record.SerializeToString() == before and set(job.leases) == {0, 1}
     assert job.leases[0].given_slots == {"slot"}
 
 
 def test_an_ended_trainer_does_not_stay(job):
     job.leases = {0: lease_of(7, watch=None)}
-    epochs.decide(job, relayout(None, 7))
+    decide_now(job, relayout(None, 7))
     assert not job.leases
 
 
@@ -172,7 +170,7 @@ def test_a_new_layout_restores_nothing(job):
     job.record.restores.CopyFrom(pb.RestoreCount(step=3, count=2))
     job.leases = {0: lease_of(7)}
     make_whole(job, 3)
-    epochs.decide(job, relayout(3, 7))
+    decide_now(job, relayout(3, 7))
     assert job.record.restores == pb.RestoreCount(step=3, count=2), "a restore would count"
 
 
@@ -223,8 +221,8 @@ def test_the_base_of_trainers_that_stay_is_checked_and_that_of_an_attach_is_not(
     job.leases = {0: lease_of(7)}
     before = job.record.SerializeToString()
     with pytest.raises(AttachError, match="but step 3"):
-        epochs.decide(job, relayout(2, 7))
+        decide_now(job, relayout(2, 7))
     assert job.record.SerializeToString() == before and job.leases[0].given_slots == {"slot"}
     job.leases = {}
-    epochs.decide(job, relayout(2))  # an attach judges by the slots that all nodes hold
+    decide_now(job, relayout(2))  # an attach judges by the slots that all nodes hold
     assert job.epoch == epoch_of(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,14 +20,16 @@ from reft.errors import AttachError, NoRoom
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
+from reft_daemon.arena.job_files import JobFiles
 from reft_daemon.jobs import epochs, leasing, rounds
 from reft_daemon.jobs.capsule_replication import NodePlacement
 from reft_daemon.jobs.changes import ChangeKind, ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import caller_process
 from tests.daemon.jobs.test_capsules import all_whole, copies, held_job, seal
 from tests.daemon.jobs.test_leases import lease_request
 from tests.support.daemons import until
-from tests.support.jobs import Job, epoch_of, write
+from tests.support.jobs import Job, decide_now, epoch_of, write
 from tests.support.saying import SEALED, VOID, report_of
 
 LANE = GuardLane((0, 1), (4096, 4096), code_for(1, 1), 4096)
@@ -50,7 +53,7 @@ def coordinator(arena: Arena) -> JobRecord:
     """Returns a job on its coordinator: rank 0 trains here, rank 1 on node 1, in one lane."""
     request = decide_request(1)
     job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue(), guard_lanes=(LANE,))
-    epochs.decide(job, request, NodePlacement(guard_lanes=(LANE,)))
+    decide_now(job, request, NodePlacement(guard_lanes=(LANE,)))
     return job
 
 
@@ -67,7 +70,7 @@ def child_reports(job: JobRecord, answers: dict, guard: GuardReport = GuardRepor
 
 
 def recorded(arena: Arena) -> Pins:
-    (record,) = arena.records()
+    (record,) = JobFiles(arena.folder, arena.write_files).read()
     return messages.pins_from(record.pins) if record.HasField("pins") else Pins()
 
 
@@ -106,21 +109,21 @@ def test_a_record_that_cannot_be_written_announces_nothing_new(arena, monkeypatc
 
 def test_pins_are_taken_of_the_records_epoch_only_and_as_they_were_written(arena, monkeypatch, caplog):
     job = coordinator(arena)
-    record = (arena.folder / "job" / "record").read_bytes()
+    record = (arena.folder / "job" / "record.0").read_bytes()
     both_seal(job, 1)
-    assert (arena.folder / "job" / "record").read_bytes() != record, "a step is whole for the first time"
+    assert (arena.folder / "job" / "record.0").read_bytes() != record, "a step is whole for the first time"
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "write_record", lambda record: pytest.fail("the whole record was written"))
+        patch.setattr(arena.job_files, "write", lambda record: pytest.fail("the whole record was written"))
         both_seal(job, 2)
     assert recorded(arena) == Pins(1, 2, 1, -1, 1)
     path = arena.folder / "job" / "pins"
     earlier = path.read_bytes()
-    epochs.decide(job, decide_request(2, Version(epoch_of(1), 2)), NodePlacement(guard_lanes=(LANE,)))
+    decide_now(job, decide_request(2, Version(epoch_of(1), 2)), NodePlacement(guard_lanes=(LANE,)))
     assert recorded(arena) == Pins() and path.read_bytes() == earlier, "of an earlier epoch"
     both_seal(job, 3)
     assert recorded(arena) == Pins(1, 3, 3, -1, 1)
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    assert arena.records() == [] and "do not fit their digest" in caplog.text
+    path.write_bytes(b"\xff" + path.read_bytes()[1:-1])
+    assert arena.read_records() == [] and "its pins: copy 0" in caplog.text
 
 
 def test_a_job_without_lanes_or_with_few_slots_records_nothing(arena):
@@ -158,12 +161,12 @@ def test_retired_slots_of_pinned_versions_stay_until_the_pins_let_go(arena):
         job = coordinator(arena)
         first = lease_request(1)
         first.slots = 4
-        slots = await leasing.lease(job, first)
+        slots = await leasing.lease(job, first, caller_process(os.getpid()))
         for step, slot in enumerate(slots[:3], 1):
             write(slot.map, Version(epoch_of(1), step), nbytes=4096)
         larger = lease_request(1)
         larger.data_bytes, larger.slots = 3 * 4096, 4
-        new = await leasing.lease(job, larger)
+        new = await leasing.lease(job, larger, caller_process(os.getpid()))
         write(new[0].map, Version(epoch_of(1), 9), nbytes=4096)  # the trainer has left its old slots
         kept = []
         for pins in (
@@ -186,20 +189,20 @@ def test_a_lease_keeps_the_slots_of_base_and_guard(arena):
         job = coordinator(arena)
         request = lease_request(1)
         request.slots = 4
-        slots = await leasing.lease(job, request)
+        slots = await leasing.lease(job, request, caller_process(os.getpid()))
         for step, slot in enumerate(slots, 1):
             write(slot.map, Version(epoch_of(1), step), nbytes=4096)
         job.leases.clear()
         after = decide_request(2, Version(epoch_of(1), 3), Version(epoch_of(1), 1))
         after.dropped.extend([slots[0].name, slots[3].name])
-        epochs.decide(job, after)
+        decide_now(job, after)
         larger = lease_request(2)
         larger.data_bytes = 3 * 4096
-        await leasing.lease(job, larger)
+        await leasing.lease(job, larger, caller_process(os.getpid()))
         headers = {name: slot.map.reread().version for name, slot in job.slots.retired.items()}
         assert headers == {slots[0].name: Version(epoch_of(1), 1), slots[2].name: Version(epoch_of(1), 3)}
         larger.slots = 4
-        assert len(await leasing.lease(job, larger)) == 2, "older slots are held"
+        assert len(await leasing.lease(job, larger, caller_process(os.getpid()))) == 2, "older slots are held"
 
     asyncio.run(run())
 

@@ -20,19 +20,20 @@ from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.errors import StaleEpoch
-from reft.wire import local_socket, messages
-from reft.wire.process import Process, stat_of
+from reft.wire import messages
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena, SlotFile
-from reft_daemon.jobs import epochs, leasing, trainers
+from reft_daemon.jobs import leasing, trainers
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import caller_process
 from tests.daemon.jobs.test_leases import decide_request, lease_request, release_request
 from tests.support.daemons import DaemonProcess
-from tests.support.jobs import CHUNK, Code, Job, epoch_of, refused, write
+from tests.support.jobs import CHUNK, Code, Job, decide_now, epoch_of, refused, write
 
 LARGE = 8 * CHUNK
+OWN = caller_process(os.getpid())
 SMALL_BYTES, LARGE_BYTES = (Geometry(CHUNK, size, CHUNK).file_bytes for size in (2 * CHUNK, LARGE))
 SEALED = SlotState.SEALED
 
@@ -165,24 +166,23 @@ def test_only_a_missing_slot_is_made(daemon):
 def test_the_slots_of_a_living_trainer_stay(daemon, trainer):
     """It may write its old slots until it has written a new one."""
     job = reshaped(trained(daemon, [0]), [0])
-    old = job.lease(0, trainer.pid, slots=3)
-    new = job.lease(0, trainer.pid, slots=3, data_bytes=LARGE)
+    old = job.lease(0, trainer, slots=3)
+    new = job.lease(0, trainer, slots=3, data_bytes=LARGE)
     assert len(new) == 2 and set(job.headers()) == {*old, *new}
 
 
 def test_older_slots_of_another_rank_here_take_no_slot_from_a_rank(daemon, trainer):
     job = Job([(daemon, [0, 1])]).decide()
-    write(job.slots(0, trainer.pid)[0], job.version(1))
-    job.lease(0, trainer.pid, data_bytes=LARGE)
+    write(job.slots(0, trainer)[0], job.version(1))
+    job.lease(0, trainer, data_bytes=LARGE)
     assert len(job.lease(1, slots=3)) == 3
 
 
 def test_a_client_maps_only_the_slot_that_it_lacks(daemon):
     job = reshaped(trained(daemon, [0]), [0])
-    own = local_socket.Caller(Process(os.getpid(), stat_of(os.getpid()).start), 0)
     settings = Config(slots=3, chunk_bytes=CHUNK)
     leases = SlotLeases(
-        daemon.address, job.local_socket(), "job", epoch_of(job.counter), 0, settings, own, under_agent=False, pins_for=None
+        daemon.address, job.local_socket(), "job", epoch_of(job.counter), 0, settings, under_agent=False, pins_for=None
     )  # fmt: skip
     slots = leases.lease(LARGE, CHUNK)
     assert [slot.index for slot in slots] == [0, 1]
@@ -223,21 +223,21 @@ def request_of(counter: int, rank: int, data_bytes: int = CHUNK) -> pb.LeaseRequ
 async def job_after_a_run(arena: Arena) -> JobRecord:
     """Returns a job of two ranks whose slots hold steps 1 to 3, with the decision to begin at 3."""
     job = JobRecord(arena, pb.JobRecord(manifest=two_rank_request(1).manifest), ChangeQueue())
-    epochs.decide(job, two_rank_request(1))
+    decide_now(job, two_rank_request(1))
     for rank in (0, 1):
-        for step, slot in enumerate(await leasing.lease(job, request_of(1, rank)), 1):
+        for step, slot in enumerate(await leasing.lease(job, request_of(1, rank), OWN), 1):
             write(slot.map, Version(epoch_of(1), step), nbytes=CHUNK)
         release = release_request(1)
         release.rank = rank
-        trainers.release(job, release)
-    epochs.decide(job, two_rank_request(2, Version(epoch_of(1), 3)))
+        trainers.release(job, release, os.getpid())
+    decide_now(job, two_rank_request(2, Version(epoch_of(1), 3)))
     return job
 
 
 def test_ranks_that_lease_at_once_keep_their_new_slots(arena):
     async def run() -> None:
         job = await job_after_a_run(arena)
-        slots = await asyncio.gather(*(leasing.lease(job, request_of(2, rank, LARGE)) for rank in (0, 1)))
+        slots = await asyncio.gather(*(leasing.lease(job, request_of(2, rank, LARGE), OWN) for rank in (0, 1)))
         names = {slot.name for each in slots for slot in each}
         assert len(names) == 4 and names <= set(job.slots.current)
         assert len(job.slots.all) == 6 and all(slot.descriptor >= 0 for slot in job.slots.all.values())
@@ -258,7 +258,7 @@ def test_memory_is_free_before_new_memory_is_taken(arena, monkeypatch):
             return create(*arguments)
 
         monkeypatch.setattr(arena, "create", counted)
-        await leasing.lease(job, request_of(2, 0, LARGE))
+        await leasing.lease(job, request_of(2, 0, LARGE), OWN)
         assert alive == [2], "the slots of the base, one of each rank"
 
     asyncio.run(run())
@@ -271,10 +271,10 @@ def test_a_lease_that_a_newer_attach_overtakes_frees_nothing(arena):
         job = await job_after_a_run(arena)
         goes_on = asyncio.Event()
         first = asyncio.ensure_future(job.allocator.run_alone(goes_on.wait))
-        late = asyncio.ensure_future(leasing.lease(job, request_of(2, 0, LARGE)))
+        late = asyncio.ensure_future(leasing.lease(job, request_of(2, 0, LARGE), OWN))
         for _ in range(10):
             await asyncio.sleep(0)  # the lease runs until it must wait
-        epochs.decide(job, two_rank_request(3, Version(epoch_of(1), 2)))
+        decide_now(job, two_rank_request(3, Version(epoch_of(1), 2)))
         goes_on.set()
         await first
         with pytest.raises(StaleEpoch):

@@ -18,6 +18,7 @@ from reft_daemon.arena.headers import header_messages, header_of, sealed_version
 from reft_daemon.jobs import leasing, scrub
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import caller_process
 from reft_daemon.jobs.scrub import ScrubCounts, SlotProgress, is_idle, next_slot, pause_s, take_turn
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.jobs import epoch_of, write
@@ -38,7 +39,7 @@ def job() -> Iterator[JobRecord]:
         async def lease() -> None:
             request = lease_request(1)
             request.data_bytes = 2 * CHUNK
-            await leasing.lease(job, request)
+            await leasing.lease(job, request, caller_process(os.getpid()))
 
         asyncio.run(lease())
         for slot, version in zip(job.slots.all.values(), (OLD, NEW), strict=True):

@@ -19,7 +19,7 @@ from reft.wire.slot_format import PAGE
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.certificates import Certificates, why_not
-from tests.support.jobs import Code, Job, refused, write
+from tests.support.jobs import Code, Job, refused, tcp_call, write
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 DATA_BYTES = 5 << 20  # several messages of the stream
@@ -31,7 +31,7 @@ def job(start, tmp_path) -> Job:
     flags = Certificates(tmp_path).flags("ours")
     job = Job([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)])
     job.decide()
-    (slot,) = job.slots(1, os.getpid(), slots=1, data_bytes=DATA_BYTES)
+    (slot,) = job.slots(1, slots=1, data_bytes=DATA_BYTES)
     write(slot, job.version(3))
     return job
 
@@ -121,11 +121,9 @@ def test_all_ranks_wait_for_the_rank_that_reads_most_from_other_nodes():
 
 def test_calls_over_tcp_are_not_forwarded(start):
     job = Job([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)]).decide()
-    address, metadata = job.hellos[0].addresses[0], rpc.peer_metadata(job.manifest.token)
+    address, token = job.hellos[0].addresses[0], job.manifest.token
     version, node = messages.version_to(job.version(3)), job.manifest.nodes[1]
-    with rpc.channel(address) as channel:
-        stub = pb_grpc.DaemonStub(channel)
-        with refused(Code.UNAUTHENTICATED, "only for callers on the unix socket"):
-            stub.FetchCapsule(pb.CapsuleRequest(job="job", version=version, node=node), timeout=10, metadata=metadata)
-        with refused(Code.UNAUTHENTICATED, "only for callers on the unix socket"):
-            list(stub.Read(pb.ReadRequest(job="job", slot="s", node=node), timeout=10, metadata=metadata))
+    with refused(Code.PERMISSION_DENIED, "only callers at the unix socket"):
+        tcp_call(address, "FetchCapsule", pb.CapsuleRequest(job="job", version=version, node=node), token)
+    with refused(Code.PERMISSION_DENIED, "only callers at the unix socket"):
+        tcp_call(address, "Read", pb.ReadRequest(job="job", slot="s", node=node), token)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
-from reft.errors import AttachError
+from reft.errors import AttachError, NoRoom
 from reft.wire import local_socket, messages
 from reft.wire.inventory import JobSurvey
-from reft.wire.slot_format import PAGE, READABLE
+from reft.wire.slot_format import PAGE, READABLE, Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import Arena
+from reft_daemon.jobs.leases import caller_process
+from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import CHUNK, Code, Job, Trainer, data_of, refused, slot_path, write
+from tests.support.jobs import CHUNK, Code, Job, data_of, refused, registry_of, slot_path, write
+from tests.support.trainer_forks import Trainer
 
 EMPTY, WRITING, LANDED, SEALED = SlotState
 
@@ -32,7 +38,7 @@ def is_alive(job: Job, rank: int = 0) -> bool:
 
 def test_a_landed_slot_is_sealed_for_a_dead_trainer(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid, slots=3)
+    names = job.lease(0, trainer, slots=3)
     first, second, third = job.maps(0, names)
     write(first, job.version(1))
     write(second, job.version(2), LANDED)
@@ -52,7 +58,7 @@ def test_a_job_keeps_its_training_time_and_number_of_failures(daemon, trainer):
         return JobSurvey({"node": daemon.call("Inventory", pb.InventoryRequest(job=job.name))}).inventory.history
 
     job = Job([(daemon, [0])], trained_s=100.0, failures=2).decide()
-    write(job.slots(0, trainer.pid)[0], job.version(1))
+    write(job.slots(0, trainer)[0], job.version(1))
     assert history() == (100.0, 2), "no step was sealed, and no trainer has failed"
     job.report(0, {1: StepAnswer.SEALED})
     trained_s, failures = history()
@@ -73,7 +79,7 @@ def test_a_sealed_step_that_was_never_reported_becomes_whole(daemon, trainer):
     try:
         job = Job([(daemon, [0, 1])]).decide()
         for rank, process in enumerate((trainer, other)):
-            write(job.slots(rank, process.pid)[0], job.version(5))
+            write(job.slots(rank, process)[0], job.version(5))
         trainer.kill()
         until(lambda: not is_alive(job, 0), what="the news")
         assert job.whole() == -1
@@ -85,7 +91,7 @@ def test_a_sealed_step_that_was_never_reported_becomes_whole(daemon, trainer):
 
 def test_the_landed_slot_of_a_living_trainer_is_not_sealed(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    (name, _) = names = job.lease(0, trainer.pid)
+    (name, _) = names = job.lease(0, trainer)
     write(job.maps(0, names)[0], job.version(1), LANDED)
     daemon.kill()
     daemon.start()
@@ -94,7 +100,7 @@ def test_the_landed_slot_of_a_living_trainer_is_not_sealed(daemon, trainer):
 
 def test_a_rank_has_only_one_trainer(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     with refused(Code.ALREADY_EXISTS, f"process {trainer.pid}"):
         job.lease(0)
     with refused(Code.ALREADY_EXISTS, "close the earlier session"):
@@ -108,7 +114,7 @@ def test_a_rank_has_only_one_trainer(daemon, trainer):
 
 def test_an_orphan_of_the_same_launch_is_ended_at_the_next_attach(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
+    write(job.slots(0, trainer)[0], job.version(1), LANDED)
     reply = daemon.call("Inventory", pb.InventoryRequest(job="job", end_orphans=True, launch="launch"))
     assert trainer.process.wait(60) == -9
     assert [slot.state for slot in reply.slots if slot.version.step == 1] == [SEALED]
@@ -116,7 +122,7 @@ def test_an_orphan_of_the_same_launch_is_ended_at_the_next_attach(daemon, traine
 
 def test_a_closed_session_does_not_count_as_death(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    job.lease(0, trainer.pid)
+    job.lease(0, trainer)
     daemon.call("Release", pb.ReleaseRequest(job="job", epoch=job.epoch))
     rank = daemon.status("job").ranks[0]
     assert (rank.alive, rank.closed) == (False, True)
@@ -128,19 +134,19 @@ def test_a_closed_session_does_not_count_as_death(daemon, trainer):
 
 def test_an_attach_empties_only_the_slots_that_its_plan_drops(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     first, second = job.maps(0, names)
     write(first, job.version(1))
     write(second, job.version(2))
     job.close().decide(base=job.version(1), dropped=[names[1], "rank-9.slot-0", "../../lock"])
     assert job.headers() == {names[0]: (SEALED, 1), names[1]: (SEALED, 2)}, "this attach may still be refused"
     assert daemon.status("job").base.step == 1
-    job.lease(0, trainer.pid)
+    job.lease(0, trainer)
     assert job.headers() == {names[0]: (SEALED, 1), names[1]: (EMPTY, 0)}
     write(second, job.version(2))
     daemon.kill()
     daemon.start()
-    job.lease(0, trainer.pid)
+    job.lease(0, trainer)
     assert job.headers()[names[1]] == (SEALED, 2), "slots are emptied once"
     job.counter -= 1
     with refused(Code.ABORTED):
@@ -150,10 +156,10 @@ def test_an_attach_empties_only_the_slots_that_its_plan_drops(daemon, trainer):
 def test_larger_slots_replace_old_ones_once_a_newer_step_is_whole(daemon, trainer):
     """A larger layout gets new slots. The old version stays until a newer one is whole."""
     job = Job([(daemon, [0])]).decide()
-    old = job.lease(0, trainer.pid)
+    old = job.lease(0, trainer)
     write(job.maps(0, old)[0], job.version(1))
     job.report(0, {1: StepAnswer.SEALED})
-    new = job.lease(0, trainer.pid, data_bytes=8 * CHUNK)
+    new = job.lease(0, trainer, data_bytes=8 * CHUNK)
     assert not set(new) & set(old)
     assert job.headers() == {old[0]: (SEALED, 1), **dict.fromkeys([old[1], *new], (EMPTY, 0))}
     assert len(job.descriptors(0, [old[0]])) == 1
@@ -177,7 +183,7 @@ def read(daemon: DaemonProcess, slot: str, job: Job, size: int = 4096) -> list[p
 
 def test_a_slot_is_read_whole(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     write(job.maps(0, names)[0], job.version(1))
     data = b"".join(chunk.data for chunk in read(daemon, names[0], job, size=1 << 62))
     assert data == slot_path(daemon, names[0]).read_bytes()
@@ -188,7 +194,7 @@ def test_a_slot_is_read_whole(daemon, trainer):
 
 def test_a_killed_daemon_adopts_slots_leases_and_epoch(daemon, trainer):
     job = Job([(daemon, [0])]).decide().decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     slots = job.maps(0, names)
     write(slots[0], job.version(1))
     held = daemon.status("job").ranks[0].bytes
@@ -200,14 +206,14 @@ def test_a_killed_daemon_adopts_slots_leases_and_epoch(daemon, trainer):
     assert status.ranks[0].bytes == held == daemon.call("Status", pb.StatusRequest()).held_bytes
     assert job.headers() == {names[0]: (SEALED, 1), names[1]: (SEALED, 2)}
     assert job.report(0, {}).pins.whole == 2 and not job.report(0, {}).slots_missing
-    assert job.lease(0, trainer.pid) == names
+    assert job.lease(0, trainer) == names
     trainer.kill()
     until(lambda: not is_alive(job), what="the news of a death after adoption")
 
 
 def test_a_trainer_that_died_while_the_daemon_was_down_is_sealed(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     write(job.maps(0, names)[0], job.version(1), LANDED)
     daemon.kill()
     trainer.kill()
@@ -219,8 +225,8 @@ def test_a_trainer_that_died_while_the_daemon_was_down_is_sealed(daemon, trainer
 def test_one_death_while_the_daemon_was_down_leaves_other_trainers_known(daemon, trainer):
     other = Trainer()
     job = Job([(daemon, [0, 1])]).decide()
-    job.lease(0, other.pid)
-    job.lease(1, trainer.pid)
+    job.lease(0, other)
+    job.lease(1, trainer)
     daemon.kill()
     other.kill()
     daemon.start()
@@ -231,7 +237,7 @@ def test_one_death_while_the_daemon_was_down_leaves_other_trainers_known(daemon,
 def test_a_dead_trainers_slot_is_sealed_without_mapping_it(daemon, trainer):
     """When memory is short, the kernel kills the process that has most memory mapped."""
     job = Job([(daemon, [0])]).decide()
-    name = job.lease(0, trainer.pid, data_bytes=64 << 20)[0]
+    name = job.lease(0, trainer, data_bytes=64 << 20)[0]
     write(job.maps(0, [name])[0], job.version(1), LANDED, 64 << 20)
     trainer.kill()
     until(lambda: job.headers()[name] == (SEALED, 1), what="the seal")
@@ -272,7 +278,7 @@ DAMAGES = {
 def test_a_damaged_slot_is_renamed_and_never_offered(daemon, trainer, damage):
     job = Job([(daemon, [0, 1])]).decide()
     for rank in (0, 1):
-        for step, slot in enumerate(job.slots(rank, trainer.pid), 1):
+        for step, slot in enumerate(job.slots(rank, trainer), 1):
             write(slot, job.version(step))
     daemon.kill()
     path = slot_path(daemon, "rank-0.slot-0")
@@ -281,50 +287,80 @@ def test_a_damaged_slot_is_renamed_and_never_offered(daemon, trainer, damage):
     assert set(job.headers()) == {"rank-0.slot-1", "rank-1.slot-0", "rank-1.slot-1"}
     assert "rank-0.slot-0 can't be used" in daemon.log.read_text()
     assert [each.name for each in path.parent.glob("*.bad")] == ["rank-0.slot-0.bad"]
-    assert len(job.lease(0, trainer.pid)) == 2  # the rank gets a new slot
+    assert len(job.lease(0, trainer)) == 2  # the rank gets a new slot
 
 
-def test_a_slot_of_a_newer_format_is_set_aside_and_found_again(daemon, trainer):
+@pytest.mark.parametrize("renamed", [False, True], ids=["in place", "as an earlier reft renamed it"])
+def test_a_slot_of_a_newer_format_stays_counts_and_is_found_again(daemon, trainer, renamed):
     job = Job([(daemon, [0])]).decide()
-    for step, slot in enumerate(job.slots(0, trainer.pid), 1):
+    for step, slot in enumerate(job.slots(0, trainer), 1):
         write(slot, job.version(step))
+    held = daemon.status("job").held_bytes
     daemon.kill()
-    path = slot_path(daemon, "rank-0.slot-0")
+    path = slot_path(daemon, "rank-0.slot-1")
     written = path.read_bytes()
     newer = bytearray(written)
     for at in (0, PAGE):
         newer[at + 8 : at + 10] = (READABLE[-1] + 1).to_bytes(2, "little")
     path.write_bytes(newer)
+    if renamed:
+        path.rename(path.with_name(f"{path.name}.format-{READABLE[-1] + 1}"))
     daemon.start()
-    assert set(job.headers()) == {"rank-0.slot-1"}
-    aside = path.with_name(f"{path.name}.format-{READABLE[-1] + 1}")
-    assert aside.read_bytes() == newer and "format 4.0; this reft reads 2 and 3" in daemon.log.read_text()
+    assert set(job.headers()) == {"rank-0.slot-0"} and path.read_bytes() == newer
+    assert "format 4.0; this reft reads 2 and 3" in daemon.log.read_text()
+    status = daemon.status("job")
+    assert (status.other_format_slots, status.other_format_bytes, status.held_bytes) == (1, len(newer), held)
+    trainer.kill()
+    job.decide()
+    assert set(job.lease(0)) == {"rank-0.slot-0", "rank-0.slot-2"}, "its name is not given to another slot"
     daemon.kill()
-    aside.with_suffix(f".format-{READABLE[-1]}").write_bytes(written)  # as if a reft that reads 4 came
+    path.write_bytes(written)  # as if a reft that reads 4 came
     daemon.start()
-    assert set(job.headers()) == {"rank-0.slot-0", "rank-0.slot-1"} and path.read_bytes() == written
+    assert set(job.headers()) == {f"rank-0.slot-{i}" for i in range(3)} and path.read_bytes() == written
+    assert not daemon.status("job").other_format_slots
 
 
-@pytest.mark.parametrize("record", [b"", b"\xff\xff\xff", "of another job", "no such node"])
-def test_an_invalid_record_does_not_stop_the_daemon(daemon, trainer, record):
-    job = Job([(daemon, [0])]).decide()
-    job.lease(0, trainer.pid)
-    daemon.kill()
-    path = daemon.folder / "job/record"
-    found = pb.JobRecord.FromString(path.read_bytes())
-    if record == "of another job":
-        found.manifest.job = "../job"
-    elif record == "no such node":
-        found.node_index = 9
-    path.write_bytes(record if isinstance(record, bytes) else found.SerializeToString())
-    daemon.start()
-    assert not daemon.call("Status", pb.StatusRequest()).jobs
-    assert "the slots of its job are not offered" in daemon.log.read_text()
+def test_a_job_with_slots_of_a_newer_format_goes_only_by_a_purge(tmp_path):
+    """Neither its time to live nor the memory that another job needs drops it."""
+
+    async def run() -> None:
+        arena = Arena(tmp_path / "arena", 64 << 20)
+        registry = registry_of(arena, ttl_s=-1.0)
+        for name in ("newer", "plain", "job"):
+            request = decide_request(1)
+            request.manifest.job, request.manifest.token = name, bytes(32)
+            await registry.decide(request)
+        newer = arena.folder / "newer" / "rank-0.slot-0"
+        newer.write_bytes(slot_of_newer_format())
+        job = registry.jobs["newer"]
+        slots, job.slots.unreadable = arena.adopt("newer")
+        assert slots == [] and arena.held_bytes == job.held_bytes == newer.stat().st_size
+        request = lease_request(1)
+        request.data_bytes = 1 << 30
+        with pytest.raises(NoRoom):
+            await registry.lease(request, caller_process(os.getpid()))
+        assert set(registry.jobs) == {"newer", "job"}, "the other one has made room"
+        expiring = asyncio.ensure_future(registry.expire_for_ever(0))
+        await asyncio.sleep(0)
+        assert set(registry.jobs) == {"newer"} and newer.exists()
+        registry.purge("newer")
+        assert not newer.exists() and arena.held_bytes == 0
+        expiring.cancel()
+
+    asyncio.run(run())
+
+
+def slot_of_newer_format() -> bytes:
+    geometry = Geometry(0, 4096, 4096)
+    data = np.zeros(geometry.file_bytes, np.uint8)
+    SlotMap.create(data, geometry, "newer", 0)
+    data[8] = data[PAGE + 8] = READABLE[-1] + 1
+    return data.tobytes()
 
 
 def test_an_unfinished_draft_is_no_slot(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     daemon.kill()
     slot_path(daemon, "rank-0.slot-9.new").write_bytes(bytes(8192))
     daemon.start()
@@ -333,7 +369,7 @@ def test_an_unfinished_draft_is_no_slot(daemon, trainer):
 
 def test_a_slot_that_is_cut_does_not_kill_the_daemon(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     write(job.maps(0, names)[0], job.version(1))
     os.truncate(slot_path(daemon, names[0]), 0)
     assert set(job.headers()) == {names[1]}
@@ -352,7 +388,7 @@ def test_a_slot_that_is_cut_does_not_kill_the_daemon(daemon, trainer):
 
 def test_memfds_where_the_folder_has_no_room(cramped, trainer):
     job = Job([(cramped, [0])]).decide()
-    reply = cramped.call("Lease", job.lease_request(0, trainer.pid))
+    reply = trainer.call(cramped.address, "Lease", job.lease_request(0))
     names = [slot.name for slot in reply.slots]
     assert reply.backing == "memfd" == cramped.status("job").backing
     descriptors = job.descriptors(0, names)
@@ -385,13 +421,13 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
 
 
 def test_the_time_to_live_begins_when_the_last_trainer_ends(start, trainer):
-    process = start("--ttl", "0.5")
+    process = start("--ttl", "2")  # on busy cores a lease may come a second after the decision
     job = Job([(process, [0])])
     job.manifest.named = False
     job.decide()
-    write(job.slots(0, trainer.pid)[0], job.version(1))
+    write(job.slots(0, trainer)[0], job.version(1))
     with pytest.raises(subprocess.TimeoutExpired):
-        trainer.process.wait(1.2)
+        trainer.process.wait(2.5)
     assert job.headers()
     trainer.kill()
     until(lambda: not process.call("Status", pb.StatusRequest()).jobs, what="the end of the time to live")
@@ -399,12 +435,12 @@ def test_the_time_to_live_begins_when_the_last_trainer_ends(start, trainer):
     assert process.call("Status", pb.StatusRequest()).held_bytes == 0
 
 
-@pytest.mark.parametrize("is_closed, flags", [(False, ("1000", "0.5")), (True, ("0.5", "1000"))])
+@pytest.mark.parametrize("is_closed, flags", [(False, ("1000", "2")), (True, ("0.5", "1000"))])
 def test_failed_and_ended_jobs_have_different_times_to_live(start, trainer, is_closed, flags):
     """The person who can start the job again may be asleep."""
     process = start("--ttl", flags[0], "--ttl-failed", flags[1])
     job = Job([(process, [0])]).decide()
-    write(job.slots(0, trainer.pid)[0], job.version(1))
+    write(job.slots(0, trainer)[0], job.version(1))
     if is_closed:
         job.call(0, "Release", pb.ReleaseRequest(job="job", epoch=job.epoch, rank=0))
     trainer.kill()
@@ -413,7 +449,7 @@ def test_failed_and_ended_jobs_have_different_times_to_live(start, trainer, is_c
 
 def test_purge_frees_ended_jobs_and_refuses_living_ones(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     held = daemon.status("job").ranks[0].bytes
     with refused(Code.INVALID_ARGUMENT, "is being trained"):
         daemon.call("Purge", pb.PurgeRequest(job="job"))
@@ -430,10 +466,15 @@ def test_ended_jobs_without_a_name_are_dropped_for_memory(start, trainer):
     for name, named in (("unnamed", False), ("named", True)):
         job = Job([(process, [0])], name=name)
         job.manifest.named = named
-        job.decide().lease(0, trainer.pid, slots=1)
+        job.decide().lease(0, trainer, slots=1)
         process.call("Release", pb.ReleaseRequest(job=name, epoch=job.epoch))
     wanted = Job([(process, [0])], name="wanted").decide()
-    assert wanted.lease(0, trainer.pid, slots=3)
-    assert {each.job for each in process.call("Status", pb.StatusRequest()).jobs} == {"named", "wanted"}
+    assert wanted.lease(0, trainer, slots=3)
+    assert held(process) == {"named", "wanted"}
     with refused(Code.RESOURCE_EXHAUSTED, "--memory"):
-        Job([(process, [0])], name="more").decide().lease(0, trainer.pid)
+        Job([(process, [0])], name="more").decide().lease(0)
+    assert held(process) == {"named", "wanted", "more"}
+
+
+def held(daemon: DaemonProcess) -> set[str]:
+    return {each.job for each in daemon.call("Status", pb.StatusRequest()).jobs}

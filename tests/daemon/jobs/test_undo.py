@@ -10,7 +10,8 @@ import pytest
 from reft.core.commit.slots import SlotState
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
-from tests.support.jobs import Job, StepAnswer, Trainer, refused, write
+from tests.support.jobs import Job, StepAnswer, refused, write
+from tests.support.trainer_forks import Trainer
 
 EMPTY, SEALED = SlotState.EMPTY, SlotState.SEALED
 
@@ -20,7 +21,7 @@ def failed(daemon, trainer) -> Job:
     """A job of two ranks that died at step 2, with step 3 sealed by rank 0 only."""
     job = Job([(daemon, [0, 1])], script="train.py")
     job.decide()
-    names = {rank: job.lease(rank, trainer.pid, slots=3) for rank in (0, 1)}
+    names = {rank: job.lease(rank, trainer, slots=3) for rank in (0, 1)}
     for rank in (0, 1):
         slots = job.maps(rank, names[rank])
         for step in (1, 2, 3) if rank == 0 else (1, 2):
@@ -41,8 +42,8 @@ def trainer_again() -> Iterator[Trainer]:
 
 def refuse(job: Job, trainer: Trainer, rank: int = 0) -> None:
     """The trainer of a rank says that its attach was refused."""
-    request = pb.ReleaseRequest(job=job.name, epoch=job.epoch, rank=rank, refused=True, pid=trainer.pid)
-    job.call(rank, "Release", request)
+    request = pb.ReleaseRequest(job=job.name, epoch=job.epoch, rank=rank, refused=True)
+    job.call_as(trainer if trainer.process.poll() is None else None, rank, "Release", request)
 
 
 def other_attach(job: Job) -> Job:
@@ -64,7 +65,7 @@ def facts(job: Job) -> tuple[object, ...]:
 def test_an_attach_that_was_refused_before_it_had_slots_changes_nothing(failed, trainer_again):
     before = facts(failed)
     other = other_attach(failed)
-    other.lease(0, trainer_again.pid, slots=0)
+    other.lease(0, trainer_again, slots=0)
     assert facts(failed)[0] == "wrong.py"
     refuse(other, trainer_again)
     assert facts(failed) == before
@@ -81,7 +82,7 @@ def test_a_decision_that_another_node_refused_is_undone_before_any_rank_is_regis
 
 def test_the_base_survives_a_refusal_for_lack_of_room(failed, trainer_again):
     other = other_attach(failed)
-    other.lease(0, trainer_again.pid, slots=3, data_bytes=1 << 20)
+    other.lease(0, trainer_again, slots=3, data_bytes=1 << 20)
     refuse(other, trainer_again)
     script, world, _, whole, ranks, has_failed, headers, _ = facts(failed)
     assert (script, world, whole, has_failed) == ("train.py", 2, 2, True)
@@ -91,7 +92,7 @@ def test_the_base_survives_a_refusal_for_lack_of_room(failed, trainer_again):
 def test_two_refused_attaches_bring_back_the_record_before_both(failed, trainer_again):
     before = facts(failed)
     other = other_attach(failed)
-    other.lease(0, trainer_again.pid, slots=0)
+    other.lease(0, trainer_again, slots=0)
     trainer_again.kill()  # in its attach: nobody says that it was refused
     until(lambda: not failed.daemons[0].status("job").ranks[0].alive, what="the trainer's end")
     other.decide(base=failed.version(2))
@@ -105,7 +106,7 @@ def test_the_last_rank_may_die_after_another_was_refused(failed, trainer_again):
     other.counter = failed.counter
     other.decide(base=failed.version(2))
     for rank in (0, 1):
-        other.lease(rank, trainer_again.pid, slots=0)
+        other.lease(rank, trainer_again, slots=0)
     refuse(other, trainer_again)
     assert facts(failed)[0] == "wrong.py", "rank 1 still attaches"
     trainer_again.kill()
@@ -114,7 +115,7 @@ def test_the_last_rank_may_die_after_another_was_refused(failed, trainer_again):
 
 def test_a_decision_under_which_a_rank_has_written_stays(failed, trainer_again):
     other = other_attach(failed)
-    slot, *_ = other.slots(0, trainer_again.pid, slots=2)
+    slot, *_ = other.slots(0, trainer_again, slots=2)
     write(slot, other.version(3), SlotState.WRITING)
     refuse(other, trainer_again)
     status = failed.daemons[0].status("job")
@@ -127,7 +128,7 @@ def test_a_refusal_brings_back_the_attach_before_if_that_has_written(failed, tra
     other = Job([(failed.daemons[0], [0, 1])], script="wrong.py")
     other.counter = failed.counter
     other.decide(base=failed.version(2), dropped=["rank-0.slot-2"])
-    slot, *_ = other.slots(0, trainer_again.pid, slots=2)
+    slot, *_ = other.slots(0, trainer_again, slots=2)
     write(slot, other.version(3))
     trainer_again.kill()
     until(lambda: not failed.daemons[0].status("job").ranks[0].alive, what="the trainer's end")
@@ -144,7 +145,7 @@ def test_a_refusal_brings_back_the_attach_before_if_that_has_written(failed, tra
 
 def test_a_new_job_that_was_refused_leaves_nothing(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    job.lease(0, trainer.pid)
+    job.lease(0, trainer)
     refuse(job, trainer)
     with refused(grpc.StatusCode.NOT_FOUND):
         daemon.status("job")
@@ -160,7 +161,7 @@ def test_a_refusal_of_an_older_attach_is_late(failed):
 
 def test_the_lease_of_another_process_stays(failed, trainer, trainer_again):
     other = other_attach(failed)
-    other.lease(0, trainer_again.pid, slots=0)
+    other.lease(0, trainer_again, slots=0)
     refuse(other, trainer)
     status = failed.daemons[0].status("job")
     assert status.script == "wrong.py" and status.ranks[0].alive
@@ -177,6 +178,6 @@ def test_restores_are_counted_until_an_attach_is_refused_or_the_job_ends(failed,
     refuse(other, trainer_again)
     assert count() == 0, "the refused attach restored nothing, and the one before wrote nothing"
     other.decide(base=failed.version(2))
-    other.lease(0, trainer_again.pid, slots=0)
+    other.lease(0, trainer_again, slots=0)
     other.close([0])
     assert count() == 0, "all sessions were closed"

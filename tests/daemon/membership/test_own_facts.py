@@ -12,17 +12,23 @@ from reft_daemon.membership.own_facts import LATE_SHOWN_S, LoopLateness, died_tr
 ALIVE = object()  # stands for the watch of a living process
 
 
-def lease(pid: int, watch: object = None, closed: bool = False) -> Lease:
-    return Lease(Process(pid, 1), 1, watch, closed)  # type: ignore[arg-type]
+def lease(pid: int, watch: object = None, closed: bool = False, failed: bool = False) -> Lease:
+    return Lease(Process(pid, 1), 1, watch, closed, failed)  # type: ignore[arg-type]
 
 
 LEASES = {0: lease(10), 1: lease(11, ALIVE), 2: lease(12, closed=True), 3: lease(13)}
+FAILED = lease(14, closed=True, failed=True)  # closed because of an exception
 
 
 def test_a_trainer_that_ended_with_an_open_session_has_died():
     assert died_trainers(LEASES, [0, 1, 2, 3, 4], ()) == ((0, 10), (3, 13))
     assert died_trainers(LEASES, [0, 1, 2], ()) == ((0, 10),), "rank 3 trains on another node"
     assert died_trainers(LEASES, [0, 3], {Process(10, 1)}) == ((3, 13),)
+
+
+def test_a_session_that_an_exception_closed_is_no_good_end():
+    assert died_trainers({0: FAILED}, [0], ()) == ((0, 14),)
+    assert not has_completed({0: FAILED}, [0], False)
 
 
 @pytest.mark.parametrize(

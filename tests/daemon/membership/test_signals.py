@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
 from reft_daemon.membership.rank_progress import KILL_AFTER_S
 from tests.support.agents import TOKEN, Agent
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import Code, Job, Trainer, refused, tcp_call
+from tests.support.jobs import Code, Job, refused, tcp_call
+from tests.support.trainer_forks import Trainer
 
 SILENCE_S = BEAT_S * MISSES
 
@@ -56,7 +58,7 @@ class Cluster:
     def train(self) -> Cluster:
         self.job.decide()
         for rank, trainer in enumerate(self.trainers):
-            self.job.lease(rank, trainer.pid, slots=0)
+            self.job.lease(rank, trainer, slots=0)
         return self
 
     def signals(self, observer: int, name: str = "job") -> pb.SignalsReply:
@@ -240,6 +242,11 @@ def test_a_stalled_rank_is_named_and_killed_only_on_request(cluster, kills):
     if kills:
         two.await_seen(0, 1, Signal.UNHEALTHY)
         assert two.trainers[1].process.wait(60) == -signal.SIGKILL
+        kill = (
+            f'reft.audit kill: pid={two.trainers[1].pid} rank=1 job=job launch=launch why="rank 1 stands still at step '
+        )
+        (rest,) = re.findall(f"{re.escape(kill)}(.*)", two.daemons[1].log.read_text())
+        assert rest.endswith(' are usual; its process is stopped." by="this daemon, --kill-hung"')
         until(lambda: two.age_s(0, 1) > 3 * KILL_AFTER_S, 60, "time to kill the rank that waited, too")
         assert two.trainers[0].process.poll() is None
         return
@@ -294,12 +301,16 @@ def test_a_node_that_was_given_up_can_not_restore_its_old_round(cluster):
         ("Gather", pb.GatherRequest(job="job", epoch=old, node_index=2, steps=sealed), manifest_token, pb_grpc.PeerStub),
         ("Announce", pb.Outcome(job="job", epoch=old, pins=pb.Pins(whole=9)), manifest_token, pb_grpc.PeerStub),
         ("Keep", pb.KeepRequest(job="job", epoch=old), manifest_token, pb_grpc.PeerStub),
-        ("Lease", pb.LeaseRequest(job="job", epoch=old, rank=0), manifest_token, None),
-        ("Secure", pb.SecureRequest(job="job", epoch=old), manifest_token, None),
-        ("Release", pb.ReleaseRequest(job="job", epoch=old, rank=0), manifest_token, None),
     ):  # fmt: skip
         with refused(Code.ABORTED):
             tcp_call(address, method, request, token, service)
+    for method, request in (
+        ("Lease", pb.LeaseRequest(job="job", epoch=old, rank=0)),
+        ("Secure", pb.SecureRequest(job="job", epoch=old)),
+        ("Release", pb.ReleaseRequest(job="job", epoch=old, rank=0)),
+    ):
+        with refused(Code.ABORTED):
+            three.daemons[0].call(method, request)
     with refused(Code.ABORTED):
         three.job.send_report(0, pb.ReportRequest(job="job", epoch=old, rank=0, steps=sealed))
 

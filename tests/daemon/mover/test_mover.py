@@ -243,14 +243,14 @@ def test_a_mover_that_does_not_answer_is_killed():
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_movers_use_the_certificates_of_their_daemons(tmp_path):
     certificates = Certificates(tmp_path)
-    files = [Path(each) for each in certificates.flags("ours")[1::2]]
+    files = [Path(each) for each in certificates.flags("ours", "node1")[1::2]]
     source, slot = section_source(1, PIECE, at(7)), memory_slot("parity", 0, PIECE)
 
     async def act(mover: Mover) -> None:
         writer = await new_writer(mover, slot)
-        with pytest.raises(PullFailed, match="certificate"):
-            await pulled(mover, writer, [source], source, piece_ranges(PIECE, 0), name="another.example.org")
-        await pulled(mover, writer, [source], source, piece_ranges(PIECE, 0))
+        with pytest.raises(PullFailed, match="daemon of user alice on node node2 was called"):
+            await pulled(mover, writer, [source], source, piece_ranges(PIECE, 0), name="node2")
+        await pulled(mover, writer, [source], source, piece_ranges(PIECE, 0), name="node1")
         await writer.seal()
         assert slot.map.data[:PIECE].tobytes() == source.section
         _, port = await mover.grant("job", offered([source]))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import random
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,11 +20,13 @@ import pytest
 from reft.core.coding.erasure import code_for
 from reft.core.coding.exchange import PieceSizes
 from reft.core.commit.slots import SlotState
+from reft.wire.tls import Tls
 from reft_daemon.mover import range_client, range_server
 from reft_daemon.mover import range_protocol as protocol
 from reft_daemon.mover.range_client import MoverAddress, RangePull, SourceRefused
 from reft_daemon.mover.range_protocol import BrokenConnection, RangeRequest, RangeStatus
 from reft_daemon.mover.range_server import OfferedSlot, RangeServer, frame_of
+from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import until
 from tests.support.parity import CHUNK, at, fill, section_source
 from tests.support.two_level import parity_of_table
@@ -47,7 +52,7 @@ def server(source):
 
 
 def pull_of(server, ranges, ticket=TICKET, version=None, rank=3) -> RangePull:
-    address = MoverAddress("127.0.0.1", server.port, "localhost")
+    address = MoverAddress("127.0.0.1", server.port, "node1")
     return RangePull(address, ticket, version or at(7), rank, ranges)
 
 
@@ -386,3 +391,65 @@ def test_a_source_that_sends_nothing_is_given_up(monkeypatch):
 
 def pull_of_pair() -> RangePull:
     return RangePull(MoverAddress("", 0, ""), TICKET, at(7), 3, [(0, 0, CHUNK)])
+
+
+# Certificates
+
+
+@pytest.fixture
+def certificates(tmp_path) -> Certificates:
+    if why_not():
+        pytest.skip(why_not())
+    return Certificates(tmp_path)
+
+
+def tls(certificates: Certificates, user: str = "alice", authority: str = "ours") -> Tls:
+    return Tls(*map(Path, certificates.flags(authority, "node1", user)[1::2]))
+
+
+def secured(server: RangeServer, certificates: Tls) -> RangeServer:
+    server._tls = lambda: certificates
+    return server
+
+
+def test_a_source_admits_daemons_of_its_own_user_only(server, certificates):
+    """All of them have the right ticket."""
+    secured(server, tls(certificates))
+    strangers = tls(certificates, "bob"), tls(certificates, authority="theirs"), Tls(*certificates.agent("ours"))
+    for stranger in strangers:
+        opening = protocol.MAGIC + TICKET
+        with contextlib.suppress(ConnectionError, ssl.SSLError), stranger_connection(server, stranger) as connection:
+            connection.sendall(opening)
+            assert not connection.recv(1)
+    with contextlib.closing(range_client.connect(pull_of(server, []), tls(certificates))):
+        pass  # the ticket was not used up
+
+
+def stranger_connection(server: RangeServer, stranger: Tls) -> ssl.SSLSocket:
+    return stranger.client_context().wrap_socket(plain(server))
+
+
+@pytest.mark.parametrize(("user", "node"), [("bob", "node1"), ("alice", "node2")])
+def test_a_ticket_goes_to_the_right_daemon_only(server, certificates, user, node):
+    """The server at the source's address has a certificate of the same authority."""
+    secured(server, tls(certificates, user))
+    pull = pull_of(server, [])
+    pull = dataclasses.replace(pull, source=pull.source._replace(name=node))
+    with pytest.raises(BrokenConnection, match=f"the daemon of user alice on node {node} was called"):
+        range_client.connect(pull, tls(certificates))
+    assert TICKET in server._tickets
+
+
+def test_callers_without_a_ticket_are_counted_and_said_once(server, caplog):
+    caplog.set_level("INFO", "reft.mover")
+    for first in (
+        b"GET / HTTP/1.1\r\n".ljust(protocol.OPENING_BYTES),
+        protocol.MAGIC + bytes(protocol.TICKET_BYTES),
+        b"REF",
+    ):
+        with socket.create_connection(server._listener.getsockname()) as stranger:
+            stranger.sendall(first)
+            stranger.shutdown(socket.SHUT_WR)
+            assert not stranger.recv(1)
+    assert server._refusals.totals.total() == 3
+    assert len(caplog.records) == 1, "a line for each of them would flood the log"

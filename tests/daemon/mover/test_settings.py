@@ -9,8 +9,9 @@ import pytest
 from reft.core.coding.turn_pace import NO_LIMIT, BandwidthLimit, automatic_limit, fixed_limit
 from reft.errors import ConfigError
 from reft_daemon import main
-from reft_daemon.main import mover_settings
 from reft_daemon.mover.mover import MoverSettings
+from reft_daemon.server import settings
+from reft_daemon.server.settings import mover_settings
 
 
 def parsed(**changes: object) -> MoverSettings:
@@ -62,8 +63,8 @@ def test_the_rate_is_bytes_per_second():
 
 def test_auto_asks_for_the_link_of_the_address_that_the_mover_has(monkeypatch):
     seen = []
-    monkeypatch.setattr(main, "interface_of", lambda host: seen.append(host) or f"card-of-{host}")
-    monkeypatch.setattr(main, "link_speed", lambda interface: 1000)
+    monkeypatch.setattr(settings, "interface_of", lambda host: seen.append(host) or f"card-of-{host}")
+    monkeypatch.setattr(settings, "link_speed", lambda interface: 1000)
     limit = parsed(protect_bandwidth="auto", bulk="127.0.0.2:5").limit
     assert seen == ["127.0.0.2"] and limit == automatic_limit("card-of-127.0.0.2", 1000)
     assert parsed(protect_bandwidth="auto").limit == automatic_limit("card-of-node7", 1000)

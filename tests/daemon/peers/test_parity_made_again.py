@@ -12,6 +12,7 @@ from reft_daemon.jobs import parity
 from reft_daemon.peers.turns import LaneUnguardable
 from tests.daemon.peers.test_turn_service import Nodes, play
 from tests.support.exchange import SLOTS
+from tests.support.parity import mapped
 
 __all__ = ["play"]  # a fixture
 
@@ -58,7 +59,7 @@ def test_a_damaged_source_ends_it_without_a_word_to_the_round(play):
     async def act(nodes: Nodes) -> None:
         version = await damaged_parity(nodes)
         begin = nodes.placement.rank_placement(1).unreplicated_offset
-        nodes.jobs[1].slots.current[f"rank-1.slot-{1 % SLOTS}"].map.data[begin:] ^= 1
+        mapped(nodes.jobs[1].slots.current[f"rank-1.slot-{1 % SLOTS}"]).data[begin:] ^= 1
         with pytest.raises(LaneUnguardable, match="rank 1 on node n1 has bytes that changed"):
             await make_again(nodes, version)
         assert not nodes.unguarded

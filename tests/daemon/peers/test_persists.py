@@ -20,14 +20,15 @@ from reft.failpoints import Failpoints
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import epochs, rounds
+from reft_daemon.arena.job_files import JobFiles
+from reft_daemon.jobs import rounds
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.peers import persist_run, persists
 from reft_daemon.peers.persists import PersistService
 from reft_daemon.persist import node_writer
 from reft_daemon.persist.persister import PersistSettings, StorageFailed, StoredStep
-from tests.support.jobs import epoch_of
+from tests.support.jobs import decide_now, epoch_of
 from tests.support.saying import SEALED, report_of
 
 LINEAGE = "0123456789abcdef"
@@ -112,7 +113,7 @@ def job() -> Iterator[JobRecord]:
 
 def attach(job: JobRecord, counter: int) -> None:
     decision = messages.decision_to(Decision(epoch_of(counter), None))
-    epochs.decide(job, pb.DecideRequest(manifest=job.record.manifest, decision=decision))
+    decide_now(job, pb.DecideRequest(manifest=job.record.manifest, decision=decision))
 
 
 def whole(job: JobRecord, step: int) -> None:
@@ -189,7 +190,7 @@ def test_the_step_is_pinned_and_recorded_before_a_node_hears_of_it(job):
 
     class Watching(Node):
         async def call(self, *arguments, **rest):
-            (record,) = job.arena.records()
+            (record,) = JobFiles(job.arena.folder, job.arena.write_files).read()
             seen.append((pinned(job), messages.pins_from(record.pins).persist))
             return await super().call(*arguments, **rest)
 

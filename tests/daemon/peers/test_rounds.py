@@ -18,7 +18,8 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import Job, Trainer, tcp_call, write
+from tests.support.jobs import Job, tcp_call, write
+from tests.support.trainer_forks import Trainer
 
 SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
@@ -33,7 +34,7 @@ def leased(nodes: list[tuple[DaemonProcess, list[int]]], trainer: Trainer) -> Jo
     job = Job(nodes)
     job.decide()
     for rank in job.home:
-        job.lease(rank, trainer.pid, slots=0)
+        job.lease(rank, trainer, slots=0)
     return job
 
 
@@ -136,7 +137,7 @@ def test_a_restarted_coordinator_gets_the_reports_again(three):
 def test_sealed_steps_that_a_restarted_daemon_finds_reach_the_others(start, trainer):
     """The trainer does not report the step again: it reported the step to the daemon that died."""
     job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
-    write(job.slots(1, trainer.pid)[0], job.version(1))
+    write(job.slots(1, trainer)[0], job.version(1))
     job.report(0, {1: SEALED})
     job.daemons[1].kill()
     job.daemons[1].start()
@@ -148,7 +149,7 @@ def test_mismatched_replicas_are_found_when_a_daemon_reports_for_a_trainer(start
     """The report was lost with the daemon, or was never sent. The capsule has the digests."""
     job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
     for rank in (0, 1):
-        write(job.slots(rank, trainer.pid)[0], job.version(1), left, compared={3: rank})
+        write(job.slots(rank, trainer)[0], job.version(1), left, compared={3: rank})
     job.daemons[1].kill()
     if left is SlotState.LANDED:
         trainer.kill()

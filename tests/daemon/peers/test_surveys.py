@@ -66,7 +66,7 @@ def test_manifests_that_the_asker_has_are_not_sent(job):
 
 
 def test_a_survey_ends_orphans_on_other_nodes(job, trainer):
-    write(job.slots(1, trainer.pid)[0], job.version(1), SlotState.LANDED)
+    write(job.slots(1, trainer)[0], job.version(1), SlotState.LANDED)
     request = pb.SurveyRequest(job="job", nodes=job.manifest.nodes[1:], launch="another launch", end_orphans=True)
     (refusal,) = job.daemons[0].call("Survey", request).nodes
     assert "which lives" in refusal.trouble and trainer.process.poll() is None
@@ -93,7 +93,7 @@ async def test_a_node_that_answers_gets_time_to_end_its_orphans(job):
                 raise ConnectionError("gone")
             return pb.InventoryReply(node=node.name)
 
-    service = DaemonService(SimpleNamespace(peers=Peers()), None)
+    service = DaemonService(SimpleNamespace(peers=Peers()), None, None)
     request = pb.SurveyRequest(job="job", launch="launch", end_orphans=True)
     for name in ("alive", "gone"):
         await service._survey(pb.Node(name=name, addresses=["h:1", "h:2"]), b"", request, [], WHOLE_S)

@@ -22,11 +22,10 @@ from reft.core.commit.version import Epoch, Version
 from reft.errors import NoRoom
 from reft.wire import messages
 from reft.wire.manifest import placement_of
-from reft.wire.process import stat_of
 from reft.wire.slot_format import PAGE
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import epochs, leasing, parity, rounds, slot_reads
+from reft_daemon.jobs import leasing, parity, rounds, slot_reads
 from reft_daemon.jobs.capsule_replication import node_placement
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
@@ -34,7 +33,8 @@ from reft_daemon.mover.mover import Mover, MoverSettings
 from reft_daemon.peers import turns
 from reft_daemon.peers.turns import TurnService, mover_address
 from tests.support.exchange import CHUNK, SIZES, SLOTS, described_of, exchange_fields, rank_data, write_step
-from tests.support.jobs import epoch_of
+from tests.support.jobs import decide_now, epoch_of
+from tests.support.parity import mapped
 from tests.support.two_level import expected_parity as expected_parities
 
 
@@ -79,15 +79,14 @@ class Nodes:
         decision = messages.decision_to(Decision(epoch_of(counter), base, (), guard))
         for index, job in enumerate(self.jobs):
             request = pb.DecideRequest(manifest=self.manifest, decision=decision, node_index=index)
-            epochs.decide(job, request, node_placement(self.manifest, index))
+            decide_now(job, request, node_placement(self.manifest, index))
             await leasing.slots_for(job, self.lease_request(index))
             self.services[index].release(job.id)  # as the registry does
 
     def lease_request(self, rank: int) -> pb.LeaseRequest:
         data_bytes = self.placement.rank_placement(rank).data_bytes
         return pb.LeaseRequest(
-            job="job", rank=rank, pid=os.getpid(), pid_start=stat_of(os.getpid()).start, slots=SLOTS,
-            data_bytes=data_bytes, table_bytes=PAGE, chunk_bytes=CHUNK,
+            job="job", rank=rank, slots=SLOTS, data_bytes=data_bytes, table_bytes=PAGE, chunk_bytes=CHUNK
         )  # fmt: skip
 
     def write(self, step: int) -> None:
@@ -115,7 +114,7 @@ class Nodes:
         job = self.jobs[node]
         slot = parity.sealed_parity(job, parity.local_lanes(job)[0], Version(job.epoch, step))
         assert slot is not None and slot.map.bad_chunks() == []
-        return slot.map.data[: self.lane.parity_bytes].tobytes()
+        return mapped(slot).data[: self.lane.parity_bytes].tobytes()
 
     def check_parity(self, step: int) -> None:
         sections = [
@@ -556,10 +555,10 @@ def test_the_guards_parity_of_other_lanes_stays_until_a_newer_step_is_protected(
 
 
 def test_the_address_of_a_mover():
-    far, near = pb.Node(addresses=["[fd00::7]:29700"]), pb.Node(addresses=["unix:/x"])
-    assert mover_address(far, pb.OpenBulkReply(port=5)) == ("fd00::7", 5, "fd00::7")
-    assert mover_address(far, pb.OpenBulkReply(port=5, address="10.0.0.1")) == ("10.0.0.1", 5, "fd00::7")
-    assert mover_address(near, pb.OpenBulkReply(port=5)) == ("127.0.0.1", 5, "127.0.0.1")
+    far, near = pb.Node(name="a", addresses=["[fd00::7]:29700"]), pb.Node(name="b", addresses=["unix:/x"])
+    assert mover_address(far, pb.OpenBulkReply(port=5)) == ("fd00::7", 5, "a")
+    assert mover_address(far, pb.OpenBulkReply(port=5, address="10.0.0.1")) == ("10.0.0.1", 5, "a")
+    assert mover_address(near, pb.OpenBulkReply(port=5)) == ("127.0.0.1", 5, "b")
 
 
 def test_status_says_what_the_exchange_sends_how_fast_and_what_it_keeps(play):

@@ -13,7 +13,8 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
 from tests.support.exchange import SEALED, SIZES, SLOTS, ShardedJob
-from tests.support.jobs import Code, Job, Trainer, epoch_of, refused, tcp_call
+from tests.support.jobs import Code, Job, epoch_of, refused, tcp_call
+from tests.support.trainer_forks import Trainer
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def three(start, trainer) -> ShardedJob:
 
 def three_nodes(start, trainer, protect: str = "auto") -> ShardedJob:
     daemons = [start("--listen", "127.0.0.1:0") for _ in range(3)]
-    return ShardedJob(daemons, SIZES, trainer.pid, protect=protect).begin()
+    return ShardedJob(daemons, SIZES, trainer, protect=protect).begin()
 
 
 def movers(daemon: DaemonProcess) -> list[psutil.Process]:
@@ -169,10 +170,13 @@ def test_a_daemon_killed_in_a_turn_goes_on_with_it(three, node):
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_movers_of_daemons_with_certificates_use_them_at_any_address(start, trainer, tmp_path):
-    tls = Certificates(tmp_path).flags("ours")
+    certificates = Certificates(tmp_path)
     more = [("--bulk", "127.0.0.2"), ("--protect-bandwidth", "1G/s"), ()]
-    daemons = [start("--listen", "127.0.0.1:0", *tls, *flags) for flags in more]
-    job = ShardedJob(daemons, SIZES, trainer.pid).begin()
+    daemons = [
+        start("--node", name, "--listen", "127.0.0.1:0", *certificates.flags("ours", name), *flags)
+        for name, flags in zip(("n0", "n1", "n2"), more, strict=True)
+    ]
+    job = ShardedJob(daemons, SIZES, trainer).begin()
     job.seal(1)
     job.await_protected(1)
     job.check_parity(1)
@@ -184,14 +188,14 @@ def test_movers_of_daemons_with_certificates_use_them_at_any_address(start, trai
 
 def test_a_job_without_state_to_exchange_starts_no_mover(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    job.lease(0, trainer.pid)
+    job.lease(0, trainer)
     job.report(0, {1: SEALED})
     assert not movers(daemon) and not daemon.status("job").HasField("exchange")
 
 
 def test_parity_that_does_not_fit_is_refused_before_a_page_is_touched(start, trainer):
     daemons = [start("--listen", "127.0.0.1:0", *(["--memory", "7MiB"] if rank == 1 else [])) for rank in range(3)]
-    job = ShardedJob(daemons, SIZES, trainer.pid)
+    job = ShardedJob(daemons, SIZES, trainer)
     job.decide()
     with refused(Code.RESOURCE_EXHAUSTED, "the slots and the exchange's parity slots need"):
         job.lease_all(1)
@@ -227,7 +231,7 @@ def test_no_turn_begins_between_an_attach_and_its_decision(three):
         three.daemons[node].call("Inventory", pb.InventoryRequest(job="job", end_orphans=True, launch="launch"))
     again = Trainer()
     try:
-        three.pid = again.pid
+        three.trainer = again
         three.decide(base=three.version(1))
         for rank in three.home:
             three.maps_of[rank] = three.maps(rank, three.lease_all(rank))

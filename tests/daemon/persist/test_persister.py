@@ -16,6 +16,7 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
 from reft_daemon.child import child_process
 from reft_daemon.persist import persister
+from reft_daemon.persist.__main__ import OOM_SCORE
 from reft_daemon.persist.persister import Persister, StorageFailed
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource
 from tests.daemon.persist.test_checkpoint_store import LINEAGE, Slot
@@ -53,6 +54,18 @@ def test_a_command_without_progress_is_given_up_and_the_next_one_has_a_new_proce
         await each.decide("job", LINEAGE, DECISION)
         assert await asyncio.to_thread(stopped.wait, 30) == -signal.SIGKILL
         assert each.child.running.process.pid != stopped.pid
+
+    with_persister(tmp_path, act)
+
+
+def score_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+def test_the_persister_is_the_kernels_first_victim(tmp_path):
+    async def act(each: Persister) -> None:
+        await each.decide("job", LINEAGE, DECISION)
+        assert score_of(each.child.running.process.pid) == OOM_SCORE > 0
 
     with_persister(tmp_path, act)
 

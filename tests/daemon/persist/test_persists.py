@@ -15,6 +15,7 @@ import pytest
 
 from reft.core.commit.version import Epoch
 from reft.core.persist.persist_cadence import PersistCadence
+from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.peers.persist_run import PersistRun
 from reft_daemon.peers.persists import JobState
@@ -22,8 +23,9 @@ from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support.daemons import until
 from tests.support.exchange import SIZES, ShardedJob
-from tests.support.jobs import Code, Trainer, refused
+from tests.support.jobs import Code, refused
 from tests.support.persisted import LINEAGE, PersistedJob, persister_of, persisters
+from tests.support.trainer_forks import Trainer
 
 
 @pytest.fixture
@@ -47,11 +49,11 @@ def small_root(tmp_path: Path) -> Iterator[Path]:
 
 def two_nodes(start, trainer: Trainer, root: Path, *flags: str, **facts: object) -> PersistedJob:
     daemons = [start("--listen", "127.0.0.1:0", "--persist", str(root), *flags) for _ in range(2)]
-    return PersistedJob(daemons, trainer.pid, root, **facts)
+    return PersistedJob(daemons, trainer, root, **facts)
 
 
 def test_a_request_writes_the_newest_whole_step_from_any_node(start, trainer, root):
-    job = two_nodes(start, trainer, root).begin()
+    job = two_nodes(start, trainer, root, earlier_tokens=[b"e" * 32]).begin()
     with refused(Code.FAILED_PRECONDITION, "no step of job job is whole yet"):
         job.ask()
     job.seal(1, 2)
@@ -63,7 +65,8 @@ def test_a_request_writes_the_newest_whole_step_from_any_node(start, trainer, ro
     assert job.persist().done and job.folders(2), "it is there already"
     assert not job.report(0, {}).pins.HasField("persist")
     manifest = job.store.checkpoints(LINEAGE)[0].manifest
-    assert not pb.Manifest.FromString(manifest.job_manifest).token
+    stored = pb.Manifest.FromString(manifest.job_manifest)
+    assert not stored.token and not stored.earlier_tokens
 
 
 def test_each_interval_has_a_checkpoint_and_old_ones_are_removed(start, trainer, root):
@@ -135,7 +138,7 @@ def test_a_coordinator_that_is_killed_before_the_commit_goes_on_after_its_restar
 
 def test_the_protected_step_is_persisted_and_turns_wait_for_a_free_slot(start, trainer, root):
     daemons = [start("--listen", "127.0.0.1:0", "--persist", str(root)) for _ in range(3)]
-    job = ShardedJob(daemons, SIZES, trainer.pid)
+    job = ShardedJob(daemons, SIZES, trainer)
     job.manifest.lineage = LINEAGE
     job.begin()
     request = pb.PersistJobRequest(job="job")
@@ -264,8 +267,11 @@ def test_jobs_that_would_not_be_found_again_are_not_persisted(start, trainer, ro
 
 def test_without_a_folder_on_all_nodes_nothing_is_complete(start, trainer, root):
     daemons = [start("--listen", "127.0.0.1:0", "--persist", str(root)), start("--listen", "127.0.0.1:0")]
-    job = PersistedJob(daemons, trainer.pid, root).begin()
-    assert [daemon.call("Hello", pb.HelloRequest(protocol=10)).persists for daemon in daemons] == [True, False]
+    job = PersistedJob(daemons, trainer, root).begin()
+    assert [daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).persists for daemon in daemons] == [
+        True,
+        False,
+    ]
     job.seal(1)
     reply = job.persist(node=1)
     assert "node n1 does not write" in reply.trouble and "--persist" in reply.trouble and job.stored() == []

@@ -8,9 +8,9 @@ import pytest
 
 from reft.core.persist.retention import RetentionSettings
 from reft.errors import ConfigError
-from reft_daemon.main import persist_settings
 from reft_daemon.persist import storage_root
 from reft_daemon.persist.persister import PersistSettings
+from reft_daemon.server.settings import persist_settings
 
 
 def test_the_flags_as_documented(tmp_path):

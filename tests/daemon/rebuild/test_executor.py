@@ -31,6 +31,16 @@ TINY = TransferSizes(piece=512, band=8 << 10, ahead=8 << 10)  # packets of sever
 Slots = dict[int, np.ndarray]
 
 
+class MadeSlot:
+    """The data of a slot that is made, in memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = np.zeros(nbytes, np.uint8)
+
+    def write(self, begin: int, data: np.ndarray) -> None:
+        self.data[begin : begin + data.nbytes] = data
+
+
 def reads_of(slots: Slots, lost: Collection[int]) -> ReadBytes:
     """Returns a function that reads slots, but never lost ones."""
 
@@ -48,9 +58,7 @@ async def remade(
 ) -> Slots:  # fmt: skip
     """Returns the slots of `lost`, made without the slots of `gone`."""
     plan = rebuild_plan(placement, set(slots) - {*lost, *gone}, lost, sizes)
-    made: dict[int, Any] = {
-        rank: SimpleNamespace(map=SimpleNamespace(data=np.zeros_like(slots[rank]))) for rank in lost
-    }
+    made: dict[int, Any] = {rank: SimpleNamespace(map=MadeSlot(slots[rank].nbytes)) for rank in lost}
     async for _ in made_slices(plan, read, made):
         pass
     return {rank: slot.map.data for rank, slot in made.items()}
@@ -99,7 +107,7 @@ def test_lost_sections_are_made_again_from_guard_lanes(D, sizes):
     parity = {parity_number(job.placement, rank): slot.data for rank, slot in job.parity.items()}
     for lost in range(D):
         plan = rebuild_plan(job.placement, set(slots) - {lost}, [lost], sizes, [lost])
-        made: Any = {lost: SimpleNamespace(map=SimpleNamespace(data=np.zeros_like(slots[lost])))}
+        made: Any = {lost: SimpleNamespace(map=MadeSlot(slots[lost].nbytes))}
         gone = {lost, parity_number(job.placement, lost)}
 
         async def run(plan: TransferPlan = plan, made: Any = made, gone: Collection[int] = gone) -> None:
@@ -223,9 +231,7 @@ def test_lost_sections_are_made_again(D, f, sizes, scheme):
         gone = {*lost, *(D + rank for rank in lost)}
         for alone in (lost, lost[:1]):  # all on one daemon, or each on a node of its own
             plan = rebuild_plan(placement, set(slots) - gone, alone, sizes, sections=alone)
-            made: dict[int, Any] = {
-                rank: SimpleNamespace(map=SimpleNamespace(data=np.zeros_like(slots[rank]))) for rank in alone
-            }
+            made: dict[int, Any] = {rank: SimpleNamespace(map=MadeSlot(slots[rank].nbytes)) for rank in alone}
             asyncio.run(drained(made_slices(plan, reads_of(slots, gone), made)))
             assert all(np.array_equal(made[rank].map.data, slots[rank]) for rank in alone), (lost, alone)
             (cost,) = [each for each in costs(placement, set(slots) - gone, alone, alone) if each.cell == NO_CELL]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,18 +24,22 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.wire import capsule_format, messages
 from reft.wire.manifest import placement_of
+from reft.wire.proof import CERTIFIED
 from reft.wire.rebuild_request import rebuild_request
 from reft.wire.slot_format import PAGE, Geometry, SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena, SlotFile
 from reft_daemon.jobs import leasing
+from reft_daemon.jobs.leases import caller_process
 from reft_daemon.rebuild.rebuild import Rebuild, _LostSlot
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support import certificates
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import CHUNK, Code, Job, Trainer, epoch_of, refused, registry_of, slot_path, tcp_call
+from tests.support.jobs import CHUNK, Code, Job, epoch_of, refused, registry_of, slot_path, tcp_call
 from tests.support.manifests import described
+from tests.support.proving import ProvingServer, rogue
 from tests.support.shards import plain_bytes, slot_data
+from tests.support.trainer_forks import Trainer
 
 INLINE = "running_mean"
 
@@ -79,7 +84,7 @@ class Held:
         tensors = tensors_of(rank)
         save_plan = plan_save(self.placement, rank, self.present, {}, ParityTiling())
         facts = {"data_bytes": save_plan.data_bytes, "table_bytes": 1 << 14, "slots": 2}
-        slots = self.job.slots(rank, self.trainer.pid, **facts)
+        slots = self.job.slots(rank, self.trainer, **facts)
         slot = min(slots, key=lambda slot: slot.header.version.order if slot.header.version else (0, 0))
         slot.begin(self.job.version(step), save_plan.digest, save_plan.table, save_plan.data_bytes)
         slot.data[: save_plan.data_bytes] = slot_data(self.placement, rank, tensors)
@@ -183,10 +188,11 @@ def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
 
 @pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
 def test_a_lost_node_is_rebuilt_by_daemons_with_tls(start, tmp_path):
-    flags = ("--listen", "127.0.0.1:0", *certificates.Certificates(tmp_path).flags("ours"))
-    daemons = cluster(start, 3, *flags)
+    flags = certificates.Certificates(tmp_path).flags
+    *daemons, spare = (
+        start("--node", name, "--listen", "127.0.0.1:0", *flags("ours", name)) for name in ("n0", "n1", "n2", "spare")
+    )
     held = Held(daemons, 1).end()
-    spare = start("--node", "spare", *flags)
     address = spare.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses[0]
     before = contents(held.path(1))
     with Lost(daemons[1]):
@@ -371,29 +377,97 @@ def request_for(held: Held, rank: int, erased: Sequence[tuple[str, str, object]]
     return rebuild_request(job_survey, job_survey.plan(erased), [rank], {})
 
 
+def register_agent(daemon: DaemonProcess, launch_token: bytes) -> None:
+    """Gives a daemon the launch's token, as an agent of its node does."""
+    ident = daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).node_id
+    request = pb.AgentBeatRequest(
+        job="job", node_id=ident, launch="launch", round=1, pid=os.getpid(), token=launch_token,
+        nodes=[pb.Node(name="spare", id=ident)],
+    )  # fmt: skip
+    daemon.call("AgentBeat", request)
+
+
 def test_which_callers_may_rebuild_over_tcp(start):
     daemons = cluster(start, 4, "--listen", "127.0.0.1:0")
     held = Held(daemons, 1).end()
     spare, deaf = start("--listen", "127.0.0.1:0"), start()
-    address = [d.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses for d in (spare, deaf)]
+    (address,) = spare.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses
+    launch_token = b"l" * 32
     with Lost(daemons[3]):
         request = request_for(held, 3)
-        # a daemon that holds the job wants its token for any request
-        for token in (None, b"x" * 32):
+        # a daemon that holds the job wants its token
+        for token in (None, b"x" * 32, CERTIFIED):
             with refused(Code.UNAUTHENTICATED):
                 tcp_call(held.job.hellos[0].addresses[0], "Rebuild", request, token)
-        # a daemon without the job needs no token: its port admits only trusted callers
-        assert len(tcp_call(address[0][0], "Rebuild", request).slots) == 1
-        with refused(Code.UNAUTHENTICATED):
-            tcp_call(address[0][0], "Rebuild", request)
-        again = tcp_call(address[0][0], "Rebuild", request, held.job.manifest.token)
-        assert len(again.slots) == 1
+        # a daemon without the job can't know the job's token, and wants that of its own agent
+        for token in (None, b"x" * 32, CERTIFIED, held.job.manifest.token, launch_token):
+            with refused(Code.UNAUTHENTICATED, "reft-cli recover"):
+                tcp_call(address, "Rebuild", request, token)
+        assert not spare.call("Status", pb.StatusRequest()).jobs
+        register_agent(spare, launch_token)
+        for token in (held.job.manifest.token, CERTIFIED):
+            with refused(Code.UNAUTHENTICATED):
+                tcp_call(address, "Rebuild", request, token)
+        assert len(tcp_call(address, "Rebuild", request, launch_token).slots) == 1
+        # now it holds the job
+        for token in (None, launch_token):
+            with refused(Code.UNAUTHENTICATED):
+                tcp_call(address, "Rebuild", request, token)
+        assert len(tcp_call(address, "Rebuild", request, held.job.manifest.token).slots) == 1
+        # the unix socket needs no proof
         assert len(deaf.call("Rebuild", request).slots) == 1
         other = pb.RebuildRequest()
         other.CopyFrom(request)
         other.manifest.token = b"y" * 32
-        with refused(Code.INVALID_ARGUMENT, "with another token"):
+        with refused(Code.INVALID_ARGUMENT, "another job of the name"):
             deaf.call("Rebuild", other)
+
+
+def test_recover_onto_a_daemon_of_the_same_launch(start):
+    daemons = cluster(start, 3, "--listen", "127.0.0.1:0")
+    held = Held(daemons, 1).end()
+    before = contents(held.path(1))
+    spare = start("--listen", "127.0.0.1:0")
+    (address,) = spare.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses
+    with Lost(daemons[1]):
+        done = recover(daemons[0], "--yes", "--onto", f"n1={address}")
+        assert done.exit_code == 1 and "takes no job from this node" in done.output, done.output
+        assert "run reft-cli recover job on that node" in done.output
+        for daemon in (daemons[0], spare):
+            register_agent(daemon, b"l" * 32)
+        done = recover(daemons[0], "--yes", "--onto", f"n1={address}")
+        assert done.exit_code == 0 and json.loads(done.stdout)["outcome"] == "rebuilt", done.output
+        assert contents(rebuilt_slot(spare, 1)) == before
+
+
+def test_addresses_of_unix_sockets_do_not_count_over_tcp(start):
+    daemons = cluster(start, 4, "--listen", "127.0.0.1:0")
+    held = Held(daemons, 1).end()
+    address, token = held.job.hellos[0].addresses[0], held.job.manifest.token
+    with Lost(daemons[3]):
+        request = request_for(held, 3)
+        for nodes in (request.nodes, request.manifest.nodes):
+            nodes[1].addresses.append("unix:/tmp/any.sock")
+            with refused(Code.INVALID_ARGUMENT, "unix:/tmp/any.sock came over TCP"):
+                tcp_call(address, "Rebuild", request, token)
+            nodes[1].addresses.pop()
+        assert len(tcp_call(address, "Rebuild", request, token).slots) == 1
+
+
+@pytest.mark.parametrize("status", [Code.OK, Code.NOT_FOUND, Code.DATA_LOSS], ids=lambda status: status.name)
+def test_a_rogue_server_on_the_lost_nodes_port_steers_no_recovery(start, status):
+    daemons = cluster(start, 3, "--listen", "127.0.0.1:0")
+    held = Held(daemons, 1).end()
+    before, hello = contents(held.path(1)), held.job.hellos[1]
+    spare = start("--node", "spare")
+    newer = pb.Decision(epoch=messages.epoch_to(epoch_of(9)))
+    rival = pb.InventoryReply(manifest=held.job.manifest, decision=newer, node_id=hello.node_id, had_whole=True)
+    server = ProvingServer(hello.node_id, None, status, rival)
+    with Lost(daemons[1]), rogue(server, hello.addresses[0]):
+        done = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
+        assert done.exit_code == 0 and json.loads(done.stdout)["outcome"] == "rebuilt", done.output
+        assert contents(rebuilt_slot(spare, 1)) == before
+    assert server.received and repr(held.job.manifest.token)[2:-1] not in repr(server.received)
 
 
 def test_recover_on_the_replacement_node_uses_its_own_daemon(start):
@@ -485,7 +559,7 @@ def test_an_attach_during_a_rebuild_leases_no_unfinished_slot(tmp_path):
         slots: dict[int, SlotFile] = {}
         await rebuild._make_slot(job, lost, slots)
         await registry.decide(second)
-        leased = await leasing.lease(job, lease_request(2))
+        leased = await leasing.lease(job, lease_request(2), caller_process(os.getpid()))
         rebuild._drop_unsealed(job, slots.values(), False)
         assert {slot.name for slot in leased} == set(job.slots.all) and {slot.backing for slot in leased} == {"tmpfs"}
         assert registry.arena.held_bytes == job.held_bytes

@@ -16,10 +16,11 @@ from reft.failpoints import Failpoints
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.peers.round_replicator import PeerChannels
+from reft_daemon.membership.retention import RetentionTimes
+from reft_daemon.peers.channels import PeerChannels
 from reft_daemon.rebuild import executor
 from reft_daemon.rebuild.rebuild import Rebuild
-from reft_daemon.registry import Registry, RetentionTimes
+from reft_daemon.registry import Registry
 
 
 class Pause:
@@ -51,7 +52,7 @@ def slots_of(folder: Path) -> list[Path]:
     return list(folder.glob("job/rank-*"))
 
 
-PLACES = {"making": (Arena, "create"), "decoding": (executor, "run_columns"), "comparing": (SlotMap, "digests_of")}
+PLACES = {"making": (Arena, "create"), "decoding": (executor, "_decode"), "comparing": (SlotMap, "digests_of")}
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])

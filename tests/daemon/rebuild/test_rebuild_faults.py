@@ -19,10 +19,11 @@ from reft.failpoints import Failpoints
 from reft.wire.slot_format import Bytes, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.peers.round_replicator import PeerChannels
+from reft_daemon.membership.retention import RetentionTimes
+from reft_daemon.peers.channels import PeerChannels
 from reft_daemon.rebuild import rebuild, source_reader
 from reft_daemon.rebuild.rebuild import Rebuild
-from reft_daemon.registry import Registry, RetentionTimes
+from reft_daemon.registry import Registry
 from tests.support.daemons import DaemonProcess
 
 WRONG = "the decoded data of rank 3, step 1 (epoch 1), is not what was saved"

@@ -43,7 +43,7 @@ class SlotsJob(ShardedJob):
 @pytest.mark.parametrize(("lost", "protect"), [(0, "auto"), (1, "auto"), (2, "auto"), (0, "aor")])
 def test_a_lost_node_comes_back_byte_for_byte_at_the_protected_step(start, trainer, lost, protect):
     daemons = [start("--listen", "127.0.0.1:0", "--node", f"n{i}") for i in range(3)]
-    job = SlotsJob(daemons, SIZES, trainer.pid, protect=protect).begin()
+    job = SlotsJob(daemons, SIZES, trainer, protect=protect).begin()
     job.seal(1)
     job.await_protected(1)
     asked, names = daemons[(lost + 1) % 3], [f"n{i}" for i in range(3)]

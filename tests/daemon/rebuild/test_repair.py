@@ -28,7 +28,7 @@ from reft_daemon.jobs.inventory import fill_inventory
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease
 from reft_daemon.jobs.scrub import BYTES_PER_S, IDLE_S, take_turn
-from reft_daemon.peers.round_replicator import PeerChannels
+from reft_daemon.peers.channels import PeerChannels
 from reft_daemon.rebuild import rebuild, repair
 from reft_daemon.rebuild.rebuild import Rebuild, pause_s
 from reft_daemon.rebuild.repair import (

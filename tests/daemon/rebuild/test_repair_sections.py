@@ -26,12 +26,13 @@ from tests.daemon.rebuild.test_repair import Channels, EagerDaemon, later, with_
 from tests.support.daemons import DaemonProcess, until
 from tests.support.exchange import CHUNK, SIZES
 from tests.support.jobs import epoch_of
+from tests.support.trainer_forks import Trainer
 
 LANES = {"one loss": (SIZES, -1), "two losses": ((*SIZES, 6 * CHUNK + 5), 2)}
 
 
 @contextlib.contextmanager
-def protected(start: Callable[..., DaemonProcess], pid: int, lane: str, **first: Any) -> Iterator[SlotsJob]:
+def protected(start: Callable[..., DaemonProcess], trainer: Trainer, lane: str, **first: Any) -> Iterator[SlotsJob]:
     """Yields a job whose step 1 is protected. The last node's daemon scrubs and repairs at once.
 
     Args:
@@ -42,7 +43,7 @@ def protected(start: Callable[..., DaemonProcess], pid: int, lane: str, **first:
     daemons = [start(*listen, f"n{i}", **({} if i else first)) for i in range(len(sizes) - 1)]
     daemons.append(EagerDaemon(*listen, f"n{len(sizes) - 1}"))
     with contextlib.closing(daemons[-1]):
-        job = SlotsJob(daemons, sizes, pid, tolerate).begin()
+        job = SlotsJob(daemons, sizes, trainer, tolerate).begin()
         assert job.lane.f == max(tolerate, 1)
         job.seal(1)
         job.await_protected(1)
@@ -91,7 +92,7 @@ def survives(job: SlotsJob, *nodes: str) -> bool:
 
 @pytest.mark.parametrize("lane", LANES)
 def test_a_changed_bit_of_state_that_exists_once_is_repaired_from_parity(start, trainer, lane):
-    with protected(start, trainer.pid, lane) as job:
+    with protected(start, trainer, lane) as job:
         end(job, trainer)
         path, rank = slot_of(job, 1), len(job.daemons) - 1
         saved = contents(path)
@@ -102,7 +103,7 @@ def test_a_changed_bit_of_state_that_exists_once_is_repaired_from_parity(start, 
 
 @pytest.mark.parametrize("lane", LANES)
 def test_a_changed_bit_of_parity_is_repaired_from_the_slots_of_the_lane(start, trainer, lane):
-    with protected(start, trainer.pid, lane) as job:
+    with protected(start, trainer, lane) as job:
         path, lost = slot_of(job, 1, is_parity=True), [f"n{i}" for i in range(job.lane.f)]
         saved = parity_of(path)
         end(job, trainer)
@@ -115,7 +116,7 @@ def test_a_changed_bit_of_parity_is_repaired_from_the_slots_of_the_lane(start, t
 
 def test_a_version_that_no_turn_protected_stays_damaged(start, trainer):
     failpoint = {"REFT_FAILPOINTS": "turn.ticket:drop:from=2"}
-    with protected(start, trainer.pid, "one loss", environment=failpoint) as job:
+    with protected(start, trainer, "one loss", environment=failpoint) as job:
         job.seal(2)
         until(lambda: job.whole(2) == 2, what="a whole step")
         end(job, trainer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -19,12 +18,11 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.wire import messages
 from reft.wire.manifest import layouts_of, placement_of
-from reft.wire.process import stat_of
 from reft.wire.record_format import NO_RECORD
 from reft.wire.slot_format import PAGE
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs import epochs, gradient_records, leasing, parity, rounds, slot_reads
+from reft_daemon.jobs import gradient_records, leasing, parity, rounds, slot_reads
 from reft_daemon.jobs.capsule_replication import node_placement
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.inventory import fill_inventory
@@ -35,9 +33,9 @@ from reft_daemon.peers.replay_order import CannotReplay, replay_inputs
 from reft_daemon.peers.turns import TurnService
 from reft_daemon.server.local_socket import _report_reply
 from tests.support.exchange import CHUNK, SLOTS, leaf
-from tests.support.jobs import epoch_of
+from tests.support.jobs import decide_now, epoch_of
 from tests.support.manifests import described
-from tests.support.parity import memory_slot
+from tests.support.parity import mapped, memory_slot
 from tests.support.replays import SHAPES, TrainingOwner, owner_capsule, write_owner_step, write_record
 
 COUNT = 3
@@ -84,10 +82,10 @@ class ReplayNodes:
 
     async def attach(self, counter: int = 1, base: Version | None = None) -> None:
         decision = messages.decision_to(Decision(epoch_of(counter), base, (epoch_of(1),), base))
-        fields = {"job": "job", "pid": os.getpid(), "pid_start": stat_of(os.getpid()).start, "chunk_bytes": CHUNK}
+        fields = {"job": "job", "chunk_bytes": CHUNK}
         for rank, job in enumerate(self.jobs):
             request = pb.DecideRequest(manifest=self.manifest, decision=decision, node_index=rank)
-            epochs.decide(job, request, node_placement(self.manifest, rank))
+            decide_now(job, request, node_placement(self.manifest, rank))
             data_bytes = self.placement.rank_placement(rank).data_bytes
             slots = pb.LeaseRequest(rank=rank, slots=SLOTS, data_bytes=data_bytes, table_bytes=PAGE, **fields)
             records = pb.LeaseRequest(rank=rank, records=RECORDS, record_bytes=8 * CHUNK, **fields)
@@ -145,7 +143,7 @@ class ReplayNodes:
         for node, job in enumerate(self.jobs):
             slot = parity.sealed_parity(job, parity.local_lanes(job)[0], Version(job.epoch, self.mark))
             wanted = self.section((node + 1) % COUNT)
-            assert slot.map.data[: len(wanted)].tobytes() == wanted and not slot.map.bad_chunks()
+            assert mapped(slot).data[: len(wanted)].tobytes() == wanted and not slot.map.bad_chunks()
             self.pin(node, turn=-1, protected=self.mark, protected_by=self.mark)
         statuses = [service.status(job) for service, job in zip(self.services, self.jobs, strict=True)]
         return [status.replays[0] for status in statuses]
@@ -238,7 +236,7 @@ def test_what_can_not_be_recomputed_is_made_by_the_mover_in_the_same_turn(play):
         assert reasons(await nodes.step()) == [lost, "", ""]
 
         nodes.train()
-        nodes.jobs[0].slots.records[f"record-0.slot-{nodes.mark % RECORDS}"].map.data[4002] ^= 1
+        mapped(nodes.jobs[0].slots.records[f"record-0.slot-{nodes.mark % RECORDS}"]).data[4002] ^= 1
         nodes.snapshot()
         lanes = await nodes.turn()
         assert "the record of mark" in lanes[0].reason and "has changed in memory" in lanes[0].reason
@@ -292,7 +290,7 @@ def test_wrong_bytes_leave_ever_more_turns_to_the_mover(play):
         for _ in range(6):
             nodes.train()
             job = nodes.jobs[0]
-            job.slots.records[f"record-0.slot-{nodes.mark % RECORDS}"].map.data[4002] ^= 1
+            mapped(job.slots.records[f"record-0.slot-{nodes.mark % RECORDS}"]).data[4002] ^= 1
             nodes.snapshot()
             attempts.append((await nodes.turn())[0])
             spare = memory_slot("spare", 0, nodes.lane.parity_bytes)
@@ -325,7 +323,7 @@ def test_after_an_attach_the_copies_of_the_base_are_the_first_base(play):
 
 def damage(nodes: ReplayNodes) -> None:
     """Changes a byte of the newest record of node 0."""
-    nodes.jobs[0].slots.records[f"record-0.slot-{nodes.mark % RECORDS}"].map.data[4002] ^= 1
+    mapped(nodes.jobs[0].slots.records[f"record-0.slot-{nodes.mark % RECORDS}"]).data[4002] ^= 1
 
 
 def test_copies_that_auto_has_chosen_are_judged_after_their_first_turns(play):

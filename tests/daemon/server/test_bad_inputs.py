@@ -23,6 +23,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import CHUNK, Code, Job, descriptors_of, epoch_of, refused, tcp_call, write
+from tests.support.proving import ProvingCaller
 from tests.support.saying import report_of
 
 MIB = 1 << 20
@@ -91,27 +92,53 @@ def test_a_call_of_another_daemons_protocol_is_refused_before_it_is_read(shared,
             list(channel.unary_stream("/reft.v1.Daemon/Read")(b"\xff", timeout=10, metadata=metadata))
 
 
+@pytest.mark.parametrize("method", ["AgentBeat", "Signals"])
+def test_an_agent_of_another_protocol_is_refused_before_it_is_read(shared, method):
+    """It said Hello to an earlier daemon. Signals of this one must not restart its workers."""
+    with rpc.channel(shared.address) as channel, refused(Code.FAILED_PRECONDITION, "protocol 99"):
+        metadata = protocol_metadata(99, messages.PROTOCOL + 1)
+        channel.unary_unary(f"/reft.v1.Daemon/{method}")(b"\xff", timeout=10, metadata=metadata)
+
+
+@pytest.mark.parametrize("newest", [messages.PROTOCOL, messages.PROTOCOL + 5])
+def test_a_range_that_begins_before_proofs_needs_a_proof(shared, job, newest):
+    """Protocols up to 10 sent the token itself. Nobody can ask for that by a wide range."""
+    request = pb.StatusRequest(job="job")
+    with grpc.insecure_channel(job.hellos[0].addresses[0], options=rpc.OPTIONS) as channel:
+        for metadata in ((), (("reft-job", "job"), ("reft-token-bin", job.manifest.token))):
+            with refused(Code.UNAUTHENTICATED):
+                pb_grpc.DaemonStub(channel).Status(
+                    request, timeout=10, metadata=(*protocol_metadata(newest, 1), *metadata)
+                )
+
+
 def test_replies_to_daemons_say_the_protocol(shared, job):
     with grpc.insecure_channel(job.hellos[0].addresses[0], options=rpc.OPTIONS) as channel:
-        metadata = (*protocol_metadata(99, messages.OLDEST), (rpc.TOKEN_KEY, job.manifest.token))
-        stub = pb_grpc.DaemonStub(channel)
-        _, call = stub.Status.with_call(pb.StatusRequest(job="job"), timeout=10, metadata=metadata)
-        assert set(rpc.PROTOCOL_METADATA) <= set(call.trailing_metadata())
+        caller = ProvingCaller(channel, job.manifest.token)
+        caller.protocol = protocol_metadata(99, messages.OLDEST)
+        caller.call("Status", pb.StatusRequest(job="job"))
+        assert set(rpc.PROTOCOL_METADATA) <= set(caller.answered)
         (name, *_) = job.lease(0)
         write(job.maps(0, [name])[0], job.version(1))
         request = pb.ReadRequest(job="job", slot=name, version=messages.version_to(job.version(1)), size=8)
-        pieces = stub.Read(request, timeout=10, metadata=metadata)
-        assert set(rpc.PROTOCOL_METADATA) <= set(pieces.initial_metadata()) and list(pieces)
+        assert caller.call("Read", request)
+        assert set(rpc.PROTOCOL_METADATA) <= set(caller.answered)
 
 
-def test_a_report_of_another_protocol_is_refused_and_changes_nothing(shared, job):
-    """A daemon may be upgraded while trainers run that said Hello to the earlier daemon."""
+def test_a_report_of_another_protocol_is_refused_and_changes_no_step(shared, job):
+    """A daemon may be upgraded while trainers run that said Hello to the earlier daemon.
+
+    `status` says why their snapshots do not become whole.
+    """
     said = messages.report_to(report_of({1: StepAnswer.SEALED}))
-    for protocol in (messages.PROTOCOL + 1, messages.PROTOCOL - 1):
-        report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, steps=said)
+    report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, steps=said)
+    for protocol in (messages.PROTOCOL + 1, messages.OLDEST - 1):
         with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}, this daemon"):
             job.send_report(0, report, protocol=protocol)
-    assert shared.status("job").ranks[0].step == -1
+        rank = shared.status("job").ranks[0]
+        assert rank.step == -1 and f"the trainer speaks protocol {protocol}, this daemon" in rank.trouble
+    job.send_report(0, report)
+    assert not shared.status("job").ranks[0].trouble
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
@@ -175,14 +202,61 @@ def test_an_invalid_decision_is_refused(shared):
         decision = pb.Decision(epoch=pb.Epoch(counter=2, ident=bytes(16)), known=known)
         with refused(Code.INVALID_ARGUMENT, text):
             shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=decision))
+    epoch, far = pb.Epoch(counter=1, ident=bytes(16)), pb.Version(epoch=pb.Epoch(ident=bytes(16)), step=1 << 63)
+    for decision, text in (
+        (pb.Decision(epoch=epoch, base=pb.Version(step=1)), "16 bytes"),
+        (pb.Decision(epoch=epoch, base=far), "steps end at"),
+        (pb.Decision(epoch=epoch, guard=far), "steps end at"),
+    ):
+        with refused(Code.INVALID_ARGUMENT, text):
+            shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=decision))
+        with refused(Code.INVALID_ARGUMENT, text):
+            shared.call("StoreDecision", pb.StoreDecisionRequest(job="impossible", decision=decision))
     with refused(Code.NOT_FOUND):
         shared.status("impossible")
 
 
-def test_a_held_job_with_another_token_is_not_taken_over(shared, job):
-    thief = Job([(shared, [0, 1])], token=b"t" * 32)
+@pytest.mark.parametrize(
+    "changes",
+    [{"pins": pb.Pins(seq=1, **{name: 1 << 63})} for name in ("whole", "turn", "protected", "kept", "persist")]
+    + [{"open": [1 << 63]}, {"interval_start": 1 << 63}, {"layout": pb.LayoutOutcome(start=1 << 63)}],
+)  # fmt: skip
+def test_an_outcome_beyond_the_last_step_changes_nothing(shared, job, changes):
+    """Such a step in a round once made every later answer about the job an error."""
+    outcome = pb.Outcome(job="job", epoch=job.epoch, **changes)
+    address, token = job.hellos[0].addresses[0], job.manifest.token
+    for method, request in (
+        ("Announce", outcome),
+        ("Keep", pb.KeepRequest(job="job", epoch=job.epoch, outcome=outcome)),
+    ):
+        with refused(Code.INVALID_ARGUMENT, "steps end at"):
+            tcp_call(address, method, request, token, pb_grpc.PeerStub)
+    assert shared.status("job").whole == -1
+
+
+@pytest.mark.parametrize(
+    ("lineage", "name"),
+    [
+        ("../../etc", "e1-00000000-s1"),
+        ("0" * 16, "../x"),
+        ("a\0b", "e1-00000000-s1"),
+        ("", "e1-00000000-s1"),
+        ("0" * 16, "/"),
+    ],
+)
+def test_names_that_would_lead_out_of_storage_are_refused(shared, lineage, name):
+    with refused(Code.INVALID_ARGUMENT, "can't be on storage"):
+        shared.call("OpenStored", pb.OpenStoredRequest(job="job", lineage=lineage, name=name, ranks=[0]))
+    with refused(Code.INVALID_ARGUMENT, "can't be on storage"):
+        shared.call("Stored", pb.StoredRequest(job="job", lineage=lineage, name=name))
+    with refused(Code.INVALID_ARGUMENT, "not allowed"):
+        shared.call("Stored", pb.StoredRequest(job="../x"))
+
+
+def test_another_job_of_the_name_takes_no_held_job_over(shared, job):
+    thief = Job([(shared, [0, 1])], job_mark=b"t" * 16)
     thief.counter = 7
-    with refused(Code.INVALID_ARGUMENT, "another token"):
+    with refused(Code.INVALID_ARGUMENT, "another job of the name"):
         shared.call("Decide", pb.DecideRequest(manifest=thief.manifest, decision=thief.decision()))
     assert shared.status("job").epoch.counter == 1
 
@@ -218,11 +292,6 @@ def test_invalid_sizes_are_refused(shared, job, changes):
     with refused(Code.INVALID_ARGUMENT):
         job.lease(1, **changes)
     assert not list((shared.folder / "job").glob("rank-1*"))
-
-
-def test_a_process_that_does_not_exist_gets_no_lease(shared, job):
-    with refused(Code.FAILED_PRECONDITION, "does not exist"):
-        job.lease(1, pid_start=1)
 
 
 def test_a_report_without_a_lease_is_refused(shared, job):
@@ -288,15 +357,17 @@ def test_over_tcp_only_the_jobs_own_token_admits(shared, job):
     calls = [
         ("Status", pb.StatusRequest(job="job"), None),
         ("Inventory", pb.InventoryRequest(job="job"), None),
-        ("Purge", pb.PurgeRequest(job="job"), None),
-        ("Decide", pb.DecideRequest(manifest=job.manifest, decision=job.decision()), None),
         ("Gather", pb.GatherRequest(job="job", epoch=job.epoch, node_index=1), pb_grpc.PeerStub),
         ("Announce", pb.Outcome(job="job", epoch=job.epoch, pins=pb.Pins(whole=99)), pb_grpc.PeerStub),
     ]
     for method, request, service in calls:
-        for token in (None, b"", b"x" * 32, other.manifest.token):
+        for token in (None, b"x", b"x" * 32, other.manifest.token):
             with refused(Code.UNAUTHENTICATED, "token"):
                 tcp_call(address, method, request, token, service)
+    decide = pb.DecideRequest(manifest=job.manifest, decision=job.decision())
+    for method, request in (("Purge", pb.PurgeRequest(job="job")), ("Decide", decide)):
+        with refused(Code.UNIMPLEMENTED):
+            tcp_call(address, method, request, job.manifest.token)
     with refused(Code.UNAUTHENTICATED):
         tcp_call(address, "Status", pb.StatusRequest(), job.manifest.token)  # all jobs
     with refused(Code.UNAUTHENTICATED):
@@ -317,19 +388,34 @@ def test_a_message_above_the_limit(shared):
         shared.call("Decide", pb.DecideRequest(manifest=big, decision=pb.Decision(epoch=pb.Epoch(ident=bytes(16)))))
 
 
-def test_bytes_that_are_no_message_are_refused_before_any_token_without_a_traceback(shared, job):
-    address = job.hellos[0].addresses[0]
-    with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
-        for method in ("reft.v1.Daemon/Purge", "reft.v1.Peer/Beat", "grpc.health.v1.Health/Check"):
-            with refused(Code.INVALID_ARGUMENT, "can't be read"):
-                channel.unary_unary(f"/{method}")(b"\xff", timeout=10, metadata=rpc.PROTOCOL_METADATA)
-        for method in ("reft.v1.Daemon/Read", "grpc.health.v1.Health/Watch"):
-            with refused(Code.INVALID_ARGUMENT, "can't be read"):
-                list(channel.unary_stream(f"/{method}")(b"\xff", timeout=10, metadata=rpc.PROTOCOL_METADATA))
-        with refused(Code.UNIMPLEMENTED):
-            channel.unary_unary("/reft.v1.Daemon/None")(b"", timeout=10)
-        watching = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=10)
-        assert next(watching) == health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
+class NoMessage:
+    """Bytes that can't be parsed, in the place of a request."""
+
+    def ListFields(self) -> list[object]:
+        return []
+
+    def SerializeToString(self) -> bytes:
+        return b"\xff"
+
+
+def test_bytes_that_are_no_message_are_refused(shared, job):
+    """At the unix socket by the parser; over TCP not without a proof, which is judged first."""
+    for address in (shared.address, job.hellos[0].addresses[0]):
+        with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
+            code = Code.INVALID_ARGUMENT if address == shared.address else Code.UNAUTHENTICATED
+            with refused(code, "can't be read" if address == shared.address else "needs a proof"):
+                channel.unary_unary("/reft.v1.Peer/Beat")(b"\xff", timeout=10, metadata=rpc.PROTOCOL_METADATA)
+            with refused(code, "can't be read" if address == shared.address else "needs a proof"):
+                list(channel.unary_stream("/reft.v1.Daemon/Read")(b"\xff", timeout=10, metadata=rpc.PROTOCOL_METADATA))
+            with refused(Code.UNIMPLEMENTED):
+                channel.unary_unary("/reft.v1.Daemon/None")(b"", timeout=10)
+            with refused(Code.UNIMPLEMENTED):
+                list(channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=10))
+            reply = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+            assert reply == health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
+    for method, service in (("Beat", pb_grpc.PeerStub), ("Read", None)):
+        with refused(Code.INVALID_ARGUMENT, "can't be read"):
+            tcp_call(address, method, NoMessage(), job.manifest.token, service, job="job")
 
 
 def test_a_read_names_a_slot_and_a_version(shared, job):
@@ -430,7 +516,7 @@ def test_a_foreign_descriptor_is_refused_and_closed(shared, job, tmp_path, kind)
     before, held = descriptors_of(shared), shared.call("Status", pb.StatusRequest()).held_bytes
     descriptor = foreign(kind, str(tmp_path))
     request = pb.SlotsRequest(job="job", epoch=job.epoch, returned=["rank-0.slot-7"])
-    with pytest.raises(AttachError, match=r"not a memfd|too few|not a slot"):
+    with pytest.raises(AttachError, match=r"not a memfd|the file ends after|not a slot"):
         local_socket.ask_slots(job.local_socket(), request, [descriptor], 5)
     os.close(descriptor)
     until(lambda: descriptors_of(shared) <= before, what="the foreign descriptor's end")

@@ -23,7 +23,7 @@ def clear(daemon) -> None:
 
 def test_the_sockets_are_made_again_and_the_slots_are_kept(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
-    names = job.lease(0, trainer.pid)
+    names = job.lease(0, trainer)
     slots = job.maps(0, names)
     for step in (1, 2):  # also the second time
         clear(daemon)

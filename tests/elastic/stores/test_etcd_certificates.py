@@ -38,7 +38,7 @@ class Gateway(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def served(certificates: Certificates, authority: str, port: int = 0) -> Iterator[int]:
     """Serves on a port and yields it; clients need a certificate signed by the authority."""
-    cert, key, ca = certificates.flags(authority)[1::2]
+    cert, key, ca = certificates.host(authority)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     context.load_verify_locations(ca)
@@ -56,7 +56,7 @@ def served(certificates: Certificates, authority: str, port: int = 0) -> Iterato
 
 
 def parameters(certificates: Certificates, port: int, timeout_s: int) -> RendezvousParameters:
-    cert, key, ca = certificates.flags("ours")[1::2]
+    cert, key, ca = map(str, certificates.agent("ours"))
     files = {"ca_cert": ca, "ssl_cert": cert, "ssl_cert_key": key}
     return RendezvousParameters("reft", f"etcd://127.0.0.1:{port}", "none", 1, 1, read_timeout=timeout_s, **files)
 
@@ -85,6 +85,6 @@ def test_wrong_certificates_are_an_error_after_the_timeout(tmp_path):
 def test_unreadable_certificates_are_refused(tmp_path):
     certificates = Certificates(tmp_path)
     rendezvous_parameters = parameters(certificates, 1, 1)
-    (tmp_path / "ours-node.key").write_text("no key")
+    certificates.agent("ours")[1].write_text("no key")
     with pytest.raises(ConfigError, match="can't be read"):
         connect(rendezvous_parameters, "job")

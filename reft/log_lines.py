@@ -1,0 +1,136 @@
+"""The log of reft's programs: one line a record, of bounded length, in a file of bounded size.
+
+    record ─► characters of control escaped, cut at LINE_MAX ─► FILE, at FILE_BYTES ─► FILE.1
+
+Names of nodes and reasons of errors come from other nodes. Unescaped, they could forge lines of the
+log, or give orders to the terminal of the person who reads it.
+
+Kills, purges, jobs that a daemon frees by itself, refusals and changes of certificates are audit
+lines, of the logger `reft.audit`:
+
+    reft.audit WHAT: KEY=VALUE KEY=VALUE …
+
+A value of letters, digits and ._:/@+- stands as it is; any other one is a JSON string. So nobody
+can forge a field by a name. All fields have an equal part of the line, and a longer value is cut.
+So nobody can push a field out of the line by a long name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import re
+import sys
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Final
+
+from reft.errors import FIX
+
+audit_log = logging.getLogger("reft.audit")
+LINE_MAX: Final = 4096  # characters of a message; tracebacks come behind it, whole
+ESCAPE_MAX: Final = 12  # characters of JSON that stand for one: two surrogates
+FILE_BYTES: Final = 16 << 20
+_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
+# C0 and C1, and what changes the order or the lines of a text: separators, marks of direction
+_CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_PLAIN: Final = re.compile(r"[A-Za-z0-9._:/@+-]+")
+_CONTROL_BUT_LINES: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def escape(text: str, pattern: re.Pattern[str] = _CONTROL) -> str:
+    """Returns the text with each character of control as an escape, such as \\x1b."""
+    return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def escape_lines(text: str) -> str:
+    """Returns the text with each character of control but line breaks as an escape."""
+    return escape(text, _CONTROL_BUT_LINES)
+
+
+def audit(what: str, **facts: object) -> None:
+    """Logs an audit line, as a warning: few settings hide those.
+
+    Args:
+        what: has happened; a constant of the caller.
+        facts: about it. Their texts may come from others.
+    """
+    part = LINE_MAX // (len(facts) + 1)  # of each field, and of `what`
+    fields = (f"{key}={_value(str(value), part - len(key) - 2)}" for key, value in facts.items())
+    audit_log.warning("%s: %s", what, " ".join(fields))
+
+
+def _value(text: str, most: int) -> str:
+    """Returns the value of a field, with at most so many characters."""
+    if len(text) <= most and _PLAIN.fullmatch(text):
+        return text
+    quoted = json.dumps(text)
+    if len(quoted) <= most:
+        return quoted
+    end = f"... ({len(text)} characters)"
+    return json.dumps(text[: (most - len(end) - 2) // ESCAPE_MAX] + end)
+
+
+class LineFormatter(logging.Formatter):
+    """Formats a record as one line of bounded length, and its traceback behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        text = escape(record.message.replace(FIX, f" {FIX.strip()} "))
+        record.message = text if len(text) <= LINE_MAX else f"{text[:LINE_MAX]}… ({len(text)} characters)"
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:
+        return escape_lines(super().formatException(ei))  # type: ignore[arg-type]
+
+
+class LogFileHandler(logging.handlers.RotatingFileHandler):
+    """Writes a log file; at FILE_BYTES the file becomes FILE.1, and a new one begins.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: the file can't be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+
+    def _open(self) -> TextIOWrapper:
+        def create(path: str, flags: int) -> int:
+            return os.open(path, flags, 0o644)  # whatever the umask is, no other user writes lines
+
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=create)
+
+    def reopen(self) -> None:
+        """Opens the path anew: another program has renamed or removed the file."""
+        self.acquire()
+        try:
+            earlier, self.stream = self.stream, self._open()  # stays as it is if the path can't be opened
+            if earlier is not None:
+                earlier.close()
+        finally:
+            self.release()
+
+
+def begin_log(path: Path | None = None) -> LogFileHandler | None:
+    """Lets this process log to stderr, or to a file.
+
+    Args:
+        path: of the file; None: stderr.
+
+    Returns:
+        The handler of the file; None for stderr.
+
+    Raises:
+        OSError: the file can't be opened.
+    """
+    handler = logging.StreamHandler(sys.stderr) if path is None else LogFileHandler(path)
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
+    return handler if isinstance(handler, LogFileHandler) else None

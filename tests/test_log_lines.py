@@ -1,0 +1,139 @@
+"""The log: no text from elsewhere forges a line, and no file grows for ever."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft import log_lines
+from reft.log_lines import LINE_MAX, LineFormatter, LogFileHandler, escape
+from reft.wire import messages
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.daemons import DaemonProcess, until
+
+
+def test_an_audit_line_has_one_form(caplog):
+    log_lines.audit("kill", pid=7, job="run-1", why="no progress", path="/a/b_c.pem", nothing="")
+    assert [(each.name, each.levelname) for each in caplog.records] == [("reft.audit", "WARNING")]
+    assert caplog.messages == ['kill: pid=7 job=run-1 why="no progress" path=/a/b_c.pem nothing=""']
+
+
+@pytest.mark.parametrize(
+    "name", ["a by=root", 'a"by=root', "a\nreft.audit kill: by=root", "a\x1b[2J", "a\u202eb", "ä=", "a,b", "a\x7f"]
+)
+def test_no_name_forges_a_field_of_an_audit_line(caplog, name):
+    log_lines.audit("purge", job=name, by="pid 7")
+    (line,) = caplog.messages
+    job, _ = re.fullmatch(r'purge: job=("(?:[^"\\]|\\.)*") by=("pid 7")', line).groups()
+    assert json.loads(job) == name and line.isprintable() and line.isascii()
+
+
+@pytest.mark.parametrize("long", ["", "x", "a b", '"', "\x7f", "\n", "ü", "\U0001f600"])
+@pytest.mark.parametrize("times", [1, 150, 700, 816, 4000, 100_000])
+def test_no_long_value_pushes_a_field_out_of_an_audit_line(caplog, long, times):
+    """Neither one long value nor five of them."""
+    long *= times
+    for texts in ((long, "b", "c c", "", "e"), [long] * 5):
+        caplog.clear()
+        log_lines.audit("kill", **dict(zip("abcde", texts, strict=True)))
+        (line,) = caplog.messages
+        assert len(line) <= LINE_MAX and line.isprintable() and line.isascii()
+        fields = re.fullmatch("kill: " + " ".join(f"{key}=({VALUE})" for key in "abcde"), line)
+        for text, field in zip(texts, fields.groups(), strict=True):
+            shown = json.loads(field) if field.startswith('"') else field
+            begin, mark, count = shown.rpartition("... (")
+            is_cut = bool(mark) and count == f"{len(text)} characters)" and text.startswith(begin) and begin
+            assert shown == text or (is_cut and len(text) > 40)
+
+
+VALUE = r'"(?:[^"\\]|\\.)*"|[A-Za-z0-9._:/@+-]+'
+
+
+def line_of(message: str, *args: object, error: Exception | None = None) -> str:
+    information = (type(error), error, None) if error else None
+    record = logging.LogRecord("reft", logging.INFO, __file__, 1, message, args, information)  # type: ignore[arg-type]
+    return LineFormatter().format(record)
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("plain, with ü and 日本", "plain, with ü and 日本"),
+        ("a\nINFO forged", "a\\nINFO forged"),
+        ("\r\x1b[2J\x07", "\\r\\x1b[2J\\x07"),
+        ("\x9b31m", "\\x9b31m"),  # the same as ESC [ for terminals in 8-bit mode
+        ("\u2028\u202e", "\\u2028\\u202e"),
+    ],
+)
+def test_characters_of_control_are_escaped(text, escaped):
+    assert escape(text) == escaped
+    assert line_of("node %s", text).endswith(f" INFO reft node {escaped}")
+
+
+@given(st.text())
+def test_any_text_is_one_line_without_characters_of_control(text):
+    line = line_of("%s", text)
+    assert len(line.splitlines()) == 1 and "\x1b" not in line
+
+
+def test_a_long_message_is_cut():
+    line = line_of("%s", "x" * 100_000)
+    assert len(line) < LINE_MAX + 100 and line.endswith("… (100000 characters)")
+
+
+def test_a_traceback_keeps_its_lines_and_is_escaped():
+    assert line_of("failed", error=ValueError("\x1b[31m\nforged")).endswith("ValueError: \\x1b[31m\nforged")
+
+
+def test_a_log_file_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_lines, "FILE_BYTES", 2000)
+    handler = LogFileHandler(tmp_path / "log")
+    for number in range(200):
+        handler.emit(logging.LogRecord("reft", logging.INFO, "", 1, f"line {number} " + "x" * 80, (), None))
+    handler.close()
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(sizes) == {"log", "log.1"} and max(sizes.values()) <= 2000
+    assert "line 199" in (tmp_path / "log").read_text()
+
+
+def test_every_program_of_the_daemon_logs_this_way():
+    sources = [
+        path for name in ("daemon", "reft") for path in (Path(log_lines.__file__).parents[1] / name).rglob("*.py")
+    ]
+    own = [path.name for path in sources if re.search(r"logging\.basicConfig|logging\.Formatter\(", path.read_text())]
+    assert own == ["log_lines.py"]
+
+
+def test_a_process_without_a_file_logs_escaped_lines_to_stderr():
+    code = "import logging; from reft.log_lines import begin_log; begin_log(); logging.warning('%s', 'a\\n\\x1b[2J')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.endswith("WARNING root a\\n\\x1b[2J\n")
+
+
+def test_a_daemon_opens_its_log_anew_on_request(tmp_path):
+    daemon = DaemonProcess("--log", str(tmp_path / "log"))
+    try:
+        os.rename(tmp_path / "log", tmp_path / "log.old")
+        daemon.process.send_signal(signal.SIGHUP)
+        until(lambda: (tmp_path / "log").exists(), what="the new file")
+        daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL))
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(60) == 0
+    finally:
+        daemon.close()
+
+
+def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match="can't be opened: Not a directory"):
+        DaemonProcess("--log", str(tmp_path / "file" / "log"))
