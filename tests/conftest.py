@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,10 @@ from tests.support.daemons import DaemonProcess, Site
 # Hypothesis must not fail an example for its duration: on busy cores examples are slow.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# A shell starts commands in the background with SIGINT ignored, and each child inherits this.
+# Tests interrupt their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

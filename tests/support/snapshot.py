@@ -67,7 +67,7 @@ class Taken:
         tensor_index = TensorIndex(tensors, staged)
         self.placement = placement or placement_of(tensor_index)
         self.save_plan = plan_save(self.placement, rank, tensor_index.layout().leaves, tensors, cut)
-        geometry = Geometry(1 << 16, self.save_plan.data_bytes, 4096)
+        geometry = Geometry(1 << 18, self.save_plan.data_bytes, 4096)
         self.pages = np.zeros(geometry.file_bytes, np.uint8)
         self.slot = SlotMap.create(self.pages, geometry, "job", rank)
         self.slot.data[:] = 0xA5  # bytes that an earlier user left in the slot

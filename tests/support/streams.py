@@ -40,6 +40,15 @@ class Inline(Device):
     def on_side(self):
         return contextlib.nullcontext()
 
+    def as_graph(self, enqueue):
+        self.order.append("capture")
+
+        def replay():
+            self.order.append("replay")
+            enqueue()
+
+        return replay
+
     def host_waits(self, event):
         self.order.append(f"host waits for {event}")
 

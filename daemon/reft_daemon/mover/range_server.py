@@ -164,6 +164,7 @@ class RangeServer:
 
     def __init__(self, listener: socket.socket, tls: Callable[[], Tls] | None, bytes_per_s: int = 0) -> None:
         self._listener = listener
+        listener.settimeout(SAY_S)
         self._tls = tls
         self._bytes_per_s = bytes_per_s
         self._changed = threading.Condition()  # guards all that follows
@@ -213,7 +214,6 @@ class RangeServer:
         """Accepts connections until the listener is closed."""
         # One more than there are connections: it pushes out another one, whose thread then ends.
         threads = threading.BoundedSemaphore(UNPROVED_MAX + PROVED_MAX + 1)
-        self._listener.settimeout(SAY_S)
 
         def serve_one(connection: socket.socket, host: str) -> None:
             try:

@@ -175,6 +175,26 @@ class Device:
         with torch.cuda.device(self._device), torch.cuda.stream(self.side):
             yield
 
+    def as_graph(self, enqueue: Callable[[], object]) -> Callable[[], object]:
+        """Returns a call that enqueues the work of `enqueue` in the current stream, as one graph.
+
+        A graph of thousands of kernels is launched at the cost of some. `enqueue` is called once,
+        here, and its work is not done then. It may only launch kernels and copies; their memory
+        must live as long as the graph is used.
+
+        Raises:
+            RuntimeError: CUDA can't capture this work, or another thread captures now.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with self.on_side(), torch.no_grad():
+            # In this mode a capture forbids no call, so memory that Python frees meanwhile may go.
+            graph.capture_begin(capture_error_mode="relaxed")
+            try:
+                enqueue()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
     def host_waits(self, event: Any) -> None:
         with torch.cuda.device(self._device), beside_captures():
             event.synchronize()

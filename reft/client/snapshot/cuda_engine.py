@@ -46,7 +46,6 @@ from reft.client.snapshot.replica_sums import copy_sums, sums_bytes
 from reft.client.snapshot.save_plan import ParityTiling
 from reft.client.snapshot.stats import CopyStats
 from reft.client.snapshot.timeline import COPYING, TimelineEvent
-from reft.client.torch_internals import copy_each
 from reft.core.pipeline import pacing
 from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
@@ -163,7 +162,7 @@ class CudaCopyEngine:
         """
         if not self._out_of_memory & (self._out_of_memory - 1):
             with contextlib.suppress(torch.OutOfMemoryError):
-                transfers = plan_transfers(order.save_plan, order.chunk_bytes)
+                transfers = plan_transfers(order.save_plan, order.chunk_bytes, self._device)
                 self._out_of_memory = 0
                 return transfers
         self._out_of_memory += 1
@@ -388,7 +387,7 @@ class _CudaCopy:
     def _gather(self) -> None:
         """Gathers leaves: those of the device on the compute stream, those of the host at once."""
         transfers, host_copy = self._transfers, self._host_copy
-        copy_each(transfers.small_places, transfers.small)
+        transfers.gather_small()
         for tensor, place in transfers.gapped:
             place.copy_(tensor, non_blocking=True)
         at = transfers.host_offset

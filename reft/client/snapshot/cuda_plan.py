@@ -11,14 +11,18 @@ the scratch, or the live tensor itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from reft.client.memory import xor
+from reft.client.memory.cuda import Device
 from reft.client.snapshot.save_plan import ParityColumn, SavePlan
 from reft.client.state.tensors import device_of, flat_bytes, is_dense
+from reft.client.torch_internals import copy_each
 from reft.core.coding import erasure
 from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, align
 from reft.errors import ReftError, UnsupportedState
@@ -26,6 +30,10 @@ from reft.wire.slot_format import Bytes
 
 # One copy on the side stream; large enough for full bandwidth, small enough to stop between.
 TRANSFER_BYTES = 8 << 20
+# From here on small leaves are gathered by a graph. The call alone takes 1 ms for 2,000 of them.
+GRAPH_COPIES = 2000
+
+log = logging.getLogger("reft")
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,8 @@ class CudaCopyPlan:
     Attributes:
         gathered: memory of the device: inline leaves, small leaves in the order of the slot, leaves
             of the host.
-        small: live bytes of dense tensors on the device. Bytes, because a copy of elements may
-            convert them, and change NaNs.
-        small_places: the places of these bytes in `gathered`.
+        gather_small: enqueues the copies of dense tensors on the device into `gathered`. They are
+            copied as bytes: a copy of elements may convert them, and change NaNs.
         gapped: (live tensor with gaps between its elements, its place in `gathered` or `host`).
         host: the bytes of all leaves of the host, end to end, in the order of `gathered`: live
             bytes of dense tensors, and between them padding and copies of gapped ones.
@@ -60,8 +67,7 @@ class CudaCopyPlan:
 
     save_plan: SavePlan
     gathered: torch.Tensor
-    small: list[torch.Tensor]
-    small_places: list[torch.Tensor]
+    gather_small: Callable[[], object]
     gapped: list[tuple[torch.Tensor, torch.Tensor]]
     host: list[memoryview]
     riders_bytes: int
@@ -100,8 +106,11 @@ def compute(transfers: CudaCopyPlan, column: ParityColumn, data: torch.Tensor) -
         data[offset : offset + n].copy_(output, non_blocking=True)
 
 
-def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
+def plan_transfers(save_plan: SavePlan, chunk_bytes: int, streams: Device) -> CudaCopyPlan:
     """Returns the copies for a save plan. They come with the memory of the device that they need.
+
+    Args:
+        streams: make the graph of many small copies.
 
     Raises:
         UnsupportedState: leaves lie on more than one device, or a large leaf has gaps between its
@@ -153,12 +162,31 @@ def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
     assert scratch_bytes <= save_plan.tiling.scratch, (
         f"{scratch_bytes} bytes of scratch memory, {save_plan.tiling.scratch} were allowed"
     )
+    gather_small = _as_one_call(small_places, small, streams)
     return CudaCopyPlan(
-        save_plan, gathered, small, small_places, gapped, _with_padding(on_host, staging.numpy()), riders_bytes,
+        save_plan, gathered, gather_small, gapped, _with_padding(on_host, staging.numpy()), riders_bytes,
         host_offset, places, sources, parts, written, late, large,
         scratch=torch.empty(scratch_bytes, dtype=torch.uint8, device=device),
         zeros=torch.zeros(max((column.nbytes for column in columns), default=0), dtype=torch.uint8, device=device),
     )  # fmt: skip
+
+
+def _as_one_call(
+    places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], streams: Device
+) -> Callable[[], object]:
+    """Returns a call that enqueues the copy of each tensor to its place, in the current stream."""
+    copy = partial(copy_each, places, tensors)
+    if len(tensors) < GRAPH_COPIES:
+        return copy
+    try:
+        return streams.as_graph(copy)
+    except torch.OutOfMemoryError:
+        raise  # the device is full: the snapshot ends, and a later one tries again
+    except RuntimeError as error:
+        log.warning(
+            "%d small tensors are copied without a CUDA graph, and each mark takes longer: %s", len(tensors), error
+        )
+        return copy
 
 
 def _with_padding(live: Mapping[int, Bytes], staging: Bytes) -> list[memoryview]:

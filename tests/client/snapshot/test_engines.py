@@ -25,6 +25,7 @@ from reft.client.snapshot import save_plan as save_plan
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, join_parts
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
+from reft.client.snapshot.cuda_plan import GRAPH_COPIES
 from reft.client.snapshot.engine import CopiedEvent
 from reft.client.snapshot.replica_check import WINDOW_BYTES
 from reft.client.snapshot.save_plan import WriteItem
@@ -552,6 +553,44 @@ def test_cell_digests_are_of_the_state_before_the_fence(engine):
         assert taken.ended.wait(20) and taken.error is None
         cells.append(taken.cells)
     assert cells[0] and cells[0] == cells[1]
+
+
+def many_tensors(device: str) -> dict[str, torch.Tensor]:
+    return {f"expert {i}": torch.full((33,), float(i), device=device) for i in range(GRAPH_COPIES)}
+
+
+def test_thousands_of_small_leaves_are_copied_bit_for_bit_at_each_mark(engine):
+    copy_engine, device = engine
+    tensors = many_tensors(device)
+    taken = Taken(tensors, set())
+    for step in range(3):
+        for tensor in tensors.values():
+            tensor.add_(step)
+        taken.begin()
+        taken.by(copy_engine)
+        for name, tensor in tensors.items():
+            assert taken.bytes_of(name) == bytes_in(tensor).tobytes(), name
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_thousands_of_small_leaves_are_one_graph_made_once_for_a_plan(is_refused, caplog):
+    device = Inline()
+    if is_refused:  # another thread captures a graph, say
+
+        def refuse(_: object) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        device.as_graph = refuse
+    copy_engine = CudaCopyEngine(device)
+    tensors = many_tensors("cpu")
+    taken = Taken(tensors, set())
+    for _ in range(3):
+        taken.begin()
+        taken.by(copy_engine)
+    copy_engine.close()
+    assert all(taken.bytes_of(name) == bytes_in(tensor).tobytes() for name, tensor in tensors.items())
+    assert [device.order.count(call) for call in ("capture", "replay")] == ([0, 0] if is_refused else [1, 3])
+    assert ("without a CUDA graph" in caplog.text) == is_refused
 
 
 def test_a_full_device_is_tried_again_only_now_and_then(monkeypatch):
