@@ -176,11 +176,11 @@ class Device:
             yield
 
     def as_graph(self, enqueue: Callable[[], object]) -> Callable[[], object]:
-        """Returns a call that enqueues the work of `enqueue` in the current stream, as one graph.
+        """Returns a call that launches the work of `enqueue` as one graph.
 
-        A graph of thousands of kernels is launched at the cost of some. `enqueue` is called once,
-        here, and its work is not done then. It may only launch kernels and copies; their memory
-        must live as long as the graph is used.
+        It is launched in the stream that is current then. A graph of thousands of kernels costs as
+        much as some launches. `enqueue` is called once, here, and its work is not done then. It may
+        only launch kernels and copies, and their memory must live as long as the graph is used.
 
         Raises:
             RuntimeError: CUDA can't capture this work, or another thread captures now.

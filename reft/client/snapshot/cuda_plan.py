@@ -146,16 +146,9 @@ def plan_transfers(save_plan: SavePlan, chunk_bytes: int, streams: Device) -> Cu
             small.append(flat_bytes(tensor))
             small_places.append(place)
     pieces, late, large = _classify_runs(save_plan, places, sources, gathered)
-    parts = [
-        (source[at : at + TRANSFER_BYTES], offset + at)
-        for source, offset, _ in pieces
-        for at in range(0, source.nbytes, TRANSFER_BYTES)
-    ]
-    written = [
-        max(0, min(TRANSFER_BYTES, live - at))
-        for source, _, live in pieces
-        for at in range(0, source.nbytes, TRANSFER_BYTES)
-    ]
+    cuts = [(*piece, at) for piece in pieces for at in range(0, piece[0].nbytes, TRANSFER_BYTES)]
+    parts = [(source[at : at + TRANSFER_BYTES], offset + at) for source, offset, _, at in cuts]
+    written = [max(0, min(TRANSFER_BYTES, live - at)) for _, _, live, at in cuts]
     written += [column.nbytes * len(column.outputs) for column in save_plan.columns]
     columns = save_plan.columns
     scratch_bytes = max((column.rows * column.nbytes for column in columns), default=0)
@@ -174,7 +167,7 @@ def plan_transfers(save_plan: SavePlan, chunk_bytes: int, streams: Device) -> Cu
 def _as_one_call(
     places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], streams: Device
 ) -> Callable[[], object]:
-    """Returns a call that enqueues the copy of each tensor to its place, in the current stream."""
+    """Returns a call that enqueues the copy of each tensor to its place."""
     copy = partial(copy_each, places, tensors)
     if len(tensors) < GRAPH_COPIES:
         return copy
