@@ -186,6 +186,9 @@ class Device:
             RuntimeError: CUDA can't capture this work, or another thread captures now.
         """
         graph = torch.cuda.CUDAGraph()
+        # A capture begins with writes into memory that training's own graphs may read: the seed and
+        # the offset of their generator. So both streams wait for each other.
+        self.side_waits(self.record_compute())
         with self.on_side(), torch.no_grad():
             # In this mode a capture forbids no call, so memory that Python frees meanwhile may go.
             graph.capture_begin(capture_error_mode="relaxed")
@@ -193,6 +196,7 @@ class Device:
                 enqueue()
             finally:
                 graph.capture_end()
+        self.compute_waits(self.record_side())
         return graph.replay
 
     def host_waits(self, event: Any) -> None:
