@@ -19,9 +19,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from reft.config import Config, child_environment
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
@@ -35,10 +36,16 @@ IDLE_EXIT_S = 600  # a daemon that a trainer or an agent started leaves so long 
 # listens.
 START_DEADLINE_S = 30.0
 HELLO_DEADLINE_S = 5.0
+Call = Callable[[str, str, Any, float], Any]
 
 
 def hello(
-    address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0, job: str = "", launch: str = ""
+    address: str,
+    deadline_s: float = HELLO_DEADLINE_S,
+    agent_pid: int = 0,
+    job: str = "",
+    launch: str = "",
+    call: Call = rpc.call,
 ) -> pb.HelloReply:
     """Returns the daemon's HelloReply, which also says whether it holds `job`.
 
@@ -49,17 +56,18 @@ def hello(
             lives. 0: none.
         job: the job that the answer covers; empty: none.
         launch: of the calling trainer, which then gets the job's token if its agent has a job key.
+        call: makes the call, as `rpc.call` does.
 
     Raises:
         DaemonUnavailable: no daemon answered in time.
         AttachError: a daemon of another protocol.
     """
-    reply: pb.HelloReply = rpc.call(address, "Hello", messages.hello(job, agent_pid, launch), deadline_s)
+    reply: pb.HelloReply = call(address, "Hello", messages.hello(job, agent_pid, launch), deadline_s)
     messages.check_protocol(reply.protocol, reply.oldest, f"the daemon at {address} speaks", "this program")
     return reply
 
 
-def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str, pb.HelloReply]:
+def find(config: Config, flags: Sequence[str] = (), job: str = "", call: Call = rpc.call) -> tuple[str, pb.HelloReply]:
     """Returns the unix address of this node's daemon, and its HelloReply.
 
     Starts a daemon if none was named and none runs.
@@ -68,6 +76,7 @@ def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str,
         config: settings that name the daemon, or its folder.
         flags: for a daemon that is started.
         job: the job that the answer covers; empty: none.
+        call: makes the call, as `rpc.call` does.
 
     Raises:
         DaemonUnavailable: the named daemon does not answer, or none could be started.
@@ -75,11 +84,11 @@ def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str,
     """
     answer_s = min(START_DEADLINE_S, config.attach_deadline_s)
     if config.daemon:
-        return config.daemon, hello(rpc.check_local_address(config.daemon), answer_s, job=job)
+        return config.daemon, hello(rpc.check_local_address(config.daemon), answer_s, job=job, call=call)
     folder = own_folder(Path(config.runtime_dir))
     address = rpc.check_address(f"unix:{folder / 'daemon.sock'}")
     try:
-        return address, hello(address, answer_s, job=job)
+        return address, hello(address, answer_s, job=job, call=call)
     except DaemonUnavailable:
         return address, _start(folder, address, flags)
 

@@ -30,7 +30,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Leaf
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.failpoints import Failpoints
-from reft.wire import local_socket, messages
+from reft.wire import local_socket, messages, rpc
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import division_of, domains_of, inline_bytes_max, layouts_of, table_to
 from reft.wire.process import Process
@@ -45,7 +45,9 @@ def context(rank: int = 0, launch: Launch | None = None, **settings: Any) -> Att
     """Returns the context of a rank that is alone in its group."""
     rank_group = RankGroup(1.0)
     rank_group.rank = rank
-    return AttachContext(Config(**settings), launch or Launch(0, 1, "", ""), rank_group, REQUEST, Failpoints())
+    return AttachContext(
+        Config(**settings), launch or Launch(0, 1, "", ""), rank_group, REQUEST, Failpoints(), rpc.DaemonCalls()
+    )
 
 
 def leaves(width: int = 3000) -> list[Leaf]:
@@ -62,7 +64,7 @@ def state(own: Sequence[Leaf]) -> LocalState:
 def daemon(node: str = "a") -> NodeDaemon:
     """Returns a daemon that nobody can call."""
     hello = pb.HelloReply(node=f"name-{node}", node_id=node, addresses=[f"{node}:1"], domain="", local_socket="/s")
-    return NodeDaemon("unix:/s", hello, local_socket.CallerProcess(Process(70, 1), 0), 1.0)
+    return NodeDaemon("unix:/s", hello, local_socket.CallerProcess(Process(70, 1), 0), rpc.DaemonCalls(), 1.0)
 
 
 def introduction(nodes: str = "ab", rank: int = 0, width: int = 3000, job: str = "job") -> Introduction:

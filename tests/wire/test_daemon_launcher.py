@@ -9,7 +9,7 @@ import pytest
 
 from reft.config import Config
 from reft.errors import AttachError, DaemonUnavailable
-from reft.wire import daemon_launcher, rpc
+from reft.wire import daemon_launcher
 from reft.wire.daemon_launcher import DaemonRestarter
 from reft.wire.messages import OLDEST, PROTOCOL
 from reft.wire.v1 import daemon_pb2 as pb
@@ -39,16 +39,15 @@ def refuse(restarter: DaemonRestarter, address: str) -> None:
 
 
 @pytest.mark.parametrize(("protocol", "oldest"), [(0, 0), (OLDEST - 1, 1), (PROTOCOL + 2, PROTOCOL + 1)])
-def test_a_daemon_that_answers_hello_with_another_protocol_is_refused(monkeypatch, protocol, oldest):
-    monkeypatch.setattr(rpc, "call", lambda *_: pb.HelloReply(protocol=protocol, oldest=oldest))
+def test_a_daemon_that_answers_hello_with_another_protocol_is_refused(protocol, oldest):
+    reply = pb.HelloReply(protocol=protocol, oldest=oldest)
     with pytest.raises(AttachError, match=rf"the daemon at unix:/d.sock speaks protocol {protocol}\b"):
-        daemon_launcher.hello("unix:/d.sock")
+        daemon_launcher.hello("unix:/d.sock", call=lambda *_: reply)
 
 
-def test_a_newer_daemon_that_speaks_our_protocol_is_used(monkeypatch):
+def test_a_newer_daemon_that_speaks_our_protocol_is_used():
     reply = pb.HelloReply(protocol=PROTOCOL + 2, oldest=OLDEST)
-    monkeypatch.setattr(rpc, "call", lambda *_: reply)
-    assert daemon_launcher.hello("unix:/d.sock") == reply
+    assert daemon_launcher.hello("unix:/d.sock", call=lambda *_: reply) == reply
 
 
 @pytest.fixture

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import socket
+from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 
 import grpc
@@ -143,6 +147,55 @@ def test_a_call_without_a_listening_daemon_fails_at_once(tmp_path):
 def test_a_call_by_name_raises_the_error_that_its_status_stands_for(tmp_path):
     with pytest.raises(DaemonUnavailable, match="no daemon answers at"):
         rpc.call(f"unix:{tmp_path}/socket", "Status", pb.StatusRequest(), 60)
+
+
+@contextlib.contextmanager
+def answering(address: str) -> Iterator[None]:
+    """Serves at this address, and answers Status."""
+
+    class Answering(pb_grpc.DaemonServicer):
+        def Status(self, request: pb.StatusRequest, context: object) -> pb.StatusReply:
+            return pb.StatusReply()
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    pb_grpc.add_DaemonServicer_to_server(Answering(), server)
+    assert server.add_insecure_port(address)
+    server.start()
+    yield
+    server.stop(None).wait()
+
+
+def test_calls_share_a_connection_until_they_are_closed(tmp_path, monkeypatch):
+    address, calls, made = f"unix:{tmp_path}/socket", rpc.DaemonCalls(), []
+    channel = rpc.channel
+
+    def counted(address: str) -> grpc.Channel:
+        made.append(channel(address))
+        return made[-1]
+
+    monkeypatch.setattr(rpc, "channel", counted)
+    status = functools.partial(calls.call, address, "Status", pb.StatusRequest(), 60)
+    with answering(address):
+        assert status() == status() == pb.StatusReply()
+        with calls.channel(address) as shared:
+            assert made == [shared]
+        calls.close()
+        assert status() == status() == pb.StatusReply()
+    assert len(made) == 3
+    for each in made:
+        with pytest.raises(ValueError, match="closed channel"):
+            rpc.invoke(each, "Status", pb.StatusRequest(), 60)
+    calls.close()
+
+
+def test_a_daemon_that_was_started_after_a_call_failed_answers_the_next_call(tmp_path):
+    """gRPC itself fails calls of that channel for up to a second."""
+    address, calls = f"unix:{tmp_path}/socket", rpc.DaemonCalls()
+    with pytest.raises(DaemonUnavailable):
+        calls.call(address, "Status", pb.StatusRequest(), 60)
+    with answering(address):
+        assert calls.call(address, "Status", pb.StatusRequest(), 60) == pb.StatusReply()
+    calls.close()
 
 
 @pytest.mark.parametrize(

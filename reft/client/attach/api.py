@@ -16,6 +16,7 @@ from reft.client.session import Session
 from reft.config import Config, Launch
 from reft.console import name_warnings, say
 from reft.failpoints import Failpoints
+from reft.wire import rpc
 
 
 def attach(
@@ -33,7 +34,7 @@ def attach(
         return Session(
             None, optimizers, step=0, restored_from=None, counts_calls=False, cadence=None, seal_deadline_s=0
         )
-    rank_group = RankGroup(settings.attach_deadline_s)
+    rank_group, calls = RankGroup(settings.attach_deadline_s), rpc.DaemonCalls()
     try:
         launch = Launch.load()
         if not launch.rank and (notice := dropped_backend(launch, agents_command())):
@@ -49,11 +50,13 @@ def attach(
             every=1 if every in (None, "auto") else every,
             adapts=every == "auto",
         )
-        context = AttachContext(settings, launch, rank_group, attach_arguments, Failpoints(settings.failpoints))
+        context = AttachContext(settings, launch, rank_group, attach_arguments, Failpoints(settings.failpoints), calls)
         result = run_attach(context)
     except BaseException:
         rank_group.close()
         raise
+    finally:
+        calls.close()
     return _with_reviews(context, result)
 
 

@@ -20,6 +20,7 @@ from reft.client.state.values import Values
 from reft.config import Config, Launch
 from reft.errors import ConfigError
 from reft.failpoints import Failpoints
+from reft.wire import rpc
 
 SCHEMES = ("auto", "arc", "aec", "aor", "none")
 
@@ -119,6 +120,7 @@ class AttachContext:
         rank_group: all ranks of the job.
         request: the arguments of `reft.attach`.
         failpoints: the faults that tests inject.
+        calls: to the daemon of this node; they share a connection until attach ends.
     """
 
     settings: Config
@@ -126,6 +128,7 @@ class AttachContext:
     rank_group: RankGroup
     request: AttachArguments
     failpoints: Failpoints
+    calls: rpc.DaemonCalls
 
     @property
     def rank(self) -> int:

@@ -31,7 +31,7 @@ from reft.client.link.exchange import RankMessage, gather, share
 from reft.client.memory.threads import ComputeThreads
 from reft.client.snapshot.replica_check import find_mismatched
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.config import Config, Launch, job_key_variables
+from reft.config import Launch, job_key_variables
 from reft.core.budget import default_slots
 from reft.core.layout.cells import Division
 from reft.core.membership.job_identity import JobIdentity
@@ -54,26 +54,29 @@ class NodeDaemon:
         address: address of its gRPC socket.
         hello: its first answer.
         caller: this process as the daemon sees it.
+        calls: makes the calls.
         deadline_s: deadline of one call.
     """
 
     address: str
     hello: pb.HelloReply
     caller: local_socket.CallerProcess
+    calls: rpc.DaemonCalls
     deadline_s: float
 
     @classmethod
-    def find(cls, settings: Config, launch: Launch, job: str) -> NodeDaemon:
+    def find(cls, context: AttachContext, job: str) -> NodeDaemon:
         """Returns this node's daemon; starts a daemon if none was named and none runs.
 
         Raises:
             ReftError: see `daemon_launcher.find` and `await_job_token`.
         """
-        address, hello = daemon_launcher.find(settings, job=job)
-        if launch.is_keyed:
-            hello = await_job_token(address, job, launch.launch)
-        caller = local_socket.introduce(hello.local_socket, settings.attach_deadline_s)
-        return cls(address, hello, caller, settings.attach_deadline_s)
+        deadline_s = context.settings.attach_deadline_s
+        address, hello = daemon_launcher.find(context.settings, job=job, call=context.calls.call)
+        if context.launch.is_keyed:
+            hello = await_job_token(address, job, context.launch.launch)
+        caller = local_socket.introduce(hello.local_socket, deadline_s)
+        return cls(address, hello, caller, context.calls, deadline_s)
 
     def call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
         """Calls a method of the daemon, and returns the reply.
@@ -82,7 +85,7 @@ class NodeDaemon:
             ReftError: the call failed; see `rpc.call`.
         """
         try:
-            return rpc.call(self.address, method, request, deadline_s or self.deadline_s)
+            return self.calls.call(self.address, method, request, deadline_s or self.deadline_s)
         except DaemonUnavailable as error:
             if not self.hello.unattended:
                 raise
@@ -219,7 +222,7 @@ def introduce_state(
         check_process_group(context.launch, context.rank_group.world)
         state = make_state()
         identity = IdentityFacts.of(context.settings, context.launch)
-        daemon = NodeDaemon.find(context.settings, context.launch, identity.identify().id)
+        daemon = NodeDaemon.find(context, identity.identify().id)
         if memory is not None and daemon.hello.held:
             memory.make(state)
         info = rank_info(context, state, daemon, identity)

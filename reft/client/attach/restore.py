@@ -64,6 +64,7 @@ def leases_of(context: AttachContext, introduction: Introduction, plan: AttachPl
         settings=replace(context.settings, slots=slots_of(context.settings, plan.manifest)),
         under_agent=context.launch.under_agent,
         pins_for=device if device.type == "cuda" else None,
+        calls=context.calls,
     )
 
 
@@ -77,7 +78,7 @@ def remote_slots(context: AttachContext, introduction: Introduction, survey: Job
     nodes = {**survey.nodes, **{node.id: node for node in introduction.nodes}}
     deadline_s = context.settings.attach_deadline_s
     daemon, own = introduction.daemon.address, introduction.node.id
-    return RemoteSlots(introduction.job.id, daemon, own, nodes, deadline_s, tuple(survey.tokens))
+    return RemoteSlots(introduction.job.id, daemon, own, nodes, deadline_s, context.calls, tuple(survey.tokens))
 
 
 def restore(

@@ -55,6 +55,7 @@ class SlotLeases:
     settings: Config
     under_agent: bool
     pins_for: torch.device | None
+    calls: rpc.DaemonCalls
 
     def register(self) -> None:
         """Registers this process as the rank's trainer, so that the daemon notices its death."""
@@ -201,7 +202,7 @@ class SlotLeases:
 
     def _rpc(self, method: str, request: object, nbytes: int) -> Any:
         deadline_s = self.settings.attach_deadline_s + nbytes / ALLOCATION_BYTES_PER_S
-        return rpc.call(self.address, method, request, deadline_s)
+        return self.calls.call(self.address, method, request, deadline_s)
 
 
 def capacities(data_bytes: int, table_bytes: int) -> tuple[int, int]:

@@ -59,6 +59,7 @@ class RemoteSlots:
         own: id of this node.
         nodes: node id → the node.
         deadline_s: deadline of one call; time for its bytes is added.
+        calls: makes the calls that have no stream.
         tokens: of the job, for nodes whose tokens this node's daemon does not know.
     """
 
@@ -67,6 +68,7 @@ class RemoteSlots:
     own: str
     nodes: Mapping[str, pb.Node]
     deadline_s: float
+    calls: rpc.DaemonCalls
     tokens: tuple[bytes, ...] = field(default=(), repr=False)
 
     def slot(self, source: HeldSlot, channel: grpc.Channel) -> SlotMap:
@@ -98,8 +100,8 @@ class RemoteSlots:
             node=self._remote_node(node),
             tokens=self.tokens,
         )
-        with rpc.channel(self.address) as channel, self._errors(node, rank):
-            record: pb.CapsuleRecord = pb_grpc.DaemonStub(channel).FetchCapsule(request, timeout=self.deadline_s)
+        with self.calls.channel(self.address) as channel, self._errors(node, rank):
+            record: pb.CapsuleRecord = rpc.invoke(channel, "FetchCapsule", request, self.deadline_s)
         return record
 
     def earlier(self, plan: RecoveryPlan, rank: int) -> Iterator[bytes]:

@@ -75,7 +75,9 @@ def far_slot(folder: Path, world: int, old: int) -> Iterator[SimpleNamespace]:
     address = f"unix:{folder}/d.sock"
     server.add_insecure_port(address)
     server.start()
-    remote = RemoteSlots("job", address, "new", {"node2": pb.Node(id="node2", name="far-7")}, DEADLINE_S)
+    remote = RemoteSlots(
+        "job", address, "new", {"node2": pb.Node(id="node2", name="far-7")}, DEADLINE_S, rpc.DaemonCalls()
+    )
     source = HeldSlot("node2", old, "slot", SlotState.SEALED, VERSION)
     with rpc.channel(address) as channel:
         job.slots[old] = remote.slot(source, channel)

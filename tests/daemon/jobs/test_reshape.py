@@ -20,7 +20,7 @@ from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.errors import StaleEpoch
-from reft.wire import messages
+from reft.wire import messages, rpc
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena, SlotFile
@@ -181,8 +181,10 @@ def test_older_slots_of_another_rank_here_take_no_slot_from_a_rank(daemon, train
 def test_a_client_maps_only_the_slot_that_it_lacks(daemon):
     job = reshaped(trained(daemon, [0]), [0])
     settings = Config(slots=3, chunk_bytes=CHUNK)
+    calls = rpc.DaemonCalls()
     leases = SlotLeases(
-        daemon.address, job.local_socket(), "job", epoch_of(job.counter), 0, settings, under_agent=False, pins_for=None
+        daemon.address, job.local_socket(), "job", epoch_of(job.counter), 0, settings, under_agent=False, pins_for=None,
+        calls=calls,
     )  # fmt: skip
     slots = leases.lease(LARGE, CHUNK)
     assert [slot.index for slot in slots] == [0, 1]
@@ -194,6 +196,7 @@ def test_a_client_maps_only_the_slot_that_it_lacks(daemon):
     assert leases.lease_further([*slots, third]) == []
     for slot in (*slots, third):
         slot.close()
+    calls.close()
 
 
 # In one process

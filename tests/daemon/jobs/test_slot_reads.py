@@ -43,7 +43,7 @@ def held(job: Job) -> HeldSlot:
 
 def remote(job: Job) -> RemoteSlots:
     nodes = {node.id: node for node in job.manifest.nodes}
-    return RemoteSlots("job", job.daemons[0].address, job.hellos[0].node_id, nodes, 10.0)
+    return RemoteSlots("job", job.daemons[0].address, job.hellos[0].node_id, nodes, 10.0, rpc.DaemonCalls())
 
 
 @pytest.fixture
