@@ -12,6 +12,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
@@ -208,6 +209,7 @@ def read_back(
     return on_all(len(ranks), one)
 
 
+@pytest.mark.timeout(300)  # 20 s on a quiet core
 @settings(
     deadline=None,
     max_examples=25,
