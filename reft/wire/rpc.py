@@ -209,7 +209,8 @@ class DaemonCalls:
 
     A connection costs trainer and daemon about 1 ms of processor time each, so the calls of an
     attach share one. After `close` each call has its own, as by `call`: training keeps none open,
-    because daemons limit connections, and a process that forks must not have gRPC at work.
+    because daemons limit connections, and a process that forks must not have gRPC at work. Until
+    then only one thread may call.
     """
 
     def __init__(self) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 import reft
 from reft import errors
 from reft.client.attach import report
+from reft.client.attach import run as run_steps
 from reft.client.attach.arguments import AttachArguments
 from reft.client.attach.run import plan_restore, refuse_other_state
 from reft.config import Config, Launch
@@ -174,6 +175,21 @@ def test_an_orphan_of_the_same_launch_is_ended_by_the_next_attach(daemon):
     after = run(Spec(daemon.address, environment=same))
     assert orphan.wait() == [-signal.SIGKILL]
     assert after[0]["from"] == "memory" and after[0]["began"] == 5
+
+
+def test_a_session_begins_without_a_shared_connection(attach, shared_daemon, monkeypatch):
+    """Threads of the session call the daemon while attach ends, and training forks."""
+    shared: list[bool] = []
+
+    def recorded(context: Any, *arguments: Any) -> Any:
+        with context.calls.channel(shared_daemon.address) as one, context.calls.channel(shared_daemon.address) as other:
+            shared.append(one is other)
+        return begin(context, *arguments)
+
+    begin = run_steps.begin
+    monkeypatch.setattr(run_steps, "begin", recorded)
+    attach(*make())
+    assert shared == [False]
 
 
 def test_a_forked_child_may_not_use_the_session(attach):
