@@ -199,7 +199,7 @@ class MessageFuzz:
         ]
         self._tasks: set[asyncio.Task[None]] = set()
         self.rate, self.made, self.codes = CALLS_S, 0, Counter[str]()
-        self.unknown: list[str] = []  # calls that failed in a way that nobody has thought of
+        self.unknown: list[str] = []  # calls that failed with a status that no rule allows
 
     def start_one(self) -> None:
         if len(self._tasks) < AT_ONCE:
