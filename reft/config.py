@@ -300,6 +300,22 @@ class Launch:
         )
 
 
+def replace_error_file(suffix: str) -> str:
+    """Makes torch write this process's error file under another name.
+
+    Args:
+        suffix: what the new name has more.
+
+    Returns:
+        the path that torchrun's agent reads; empty without an agent, or after an earlier call.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path or path.endswith(suffix):
+        return ""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = path + suffix
+    return path
+
+
 def silence_grpc() -> None:
     """Keeps gRPC's core from writing to stderr. Call it before grpc is imported.
 

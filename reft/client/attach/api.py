@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from reft.client.attach.arguments import AttachArguments, AttachContext
-from reft.client.attach.launcher import agents_command, dropped_backend
+from reft.client.attach.launcher import agents_command, complete_error_file, dropped_backend
 from reft.client.attach.plan import slots_of
 from reft.client.attach.reattach import PlacementReviews
 from reft.client.attach.run import AttachResult, run_attach
@@ -39,6 +39,7 @@ def attach(
         launch = Launch.load()
         if not launch.rank and (notice := dropped_backend(launch, agents_command())):
             say(notice)
+        complete_error_file()
         requested = settings.tolerate if tolerate is None else tolerate
         attach_arguments = AttachArguments(
             model=model,

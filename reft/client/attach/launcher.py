@@ -1,11 +1,12 @@
 """The trainer and its torchrun agent.
 
-Finds the launch mark, ends the trainer together with the agent, and checks whether the agent uses
-the rendezvous and the run id that the user gave.
+Finds the launch mark, ends the trainer together with the agent, keeps half an error file from the
+agent, and checks whether the agent uses the rendezvous and the run id that the user gave.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
@@ -13,13 +14,14 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from reft.config import Launch
+from reft.config import Launch, replace_error_file
 from reft.core.text import counted
 from reft.errors import AttachError
 from reft.wire.process import mark_of
 
 _PR_SET_PDEATHSIG = 1
 _UUID4 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+_INCOMPLETE = ".incomplete"
 _TORCHRUN = re.compile(r"(.*/)?torchrun|torch\.distributed\.run|.*/torch/distributed/run\.py")
 
 
@@ -47,6 +49,24 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise AttachError("the torchrun agent ended while its worker attached.")
+
+
+def complete_error_file() -> None:
+    """Gives the agent this process's error file only when the file is complete.
+
+    When a rank has failed, the others fail, too, and each writes its error file in place
+    (`torch.distributed.elastic.multiprocessing.errors.record`) while the agent ends it by SIGTERM.
+    An agent that then reads half a file raises JSONDecodeError, and restarts nothing. So torch
+    writes beside the file that the agent reads, and this process puts the text there as it ends. A
+    process that is killed before leaves no error file, and the agent names the signal.
+    """
+    if path := replace_error_file(_INCOMPLETE):
+        atexit.register(_put_in_place, path, os.getpid())
+
+
+def _put_in_place(path: str, pid: int) -> None:
+    if os.getpid() == pid and os.path.exists(path + _INCOMPLETE):  # a forked child may end by itself
+        os.replace(path + _INCOMPLETE, path)
 
 
 def agents_command() -> list[str]:
