@@ -83,8 +83,8 @@ def test_the_plug_in_loads_with_the_standard_library_alone():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-ATTACHED = """
-import os, signal, sys, torch, reft
+FAILING_TWICE = """
+import os, signal, torch, reft
 from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
@@ -94,37 +94,27 @@ def main():
     session = reft.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
     torch.distributed.barrier()
     if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        FAIL
-    elif os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-        print("attached again")
-    session.close()
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            print('{"message": ', file=file, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+    if os.environ["RANK"] == "0":
+        raise ValueError("of the user")
+    torch.distributed.barrier()
 
 main()
 """
-ENDED_IN_MID_WRITE = """with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-            print('{"message": ', file=file, flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)"""
 
 
 def test_a_rank_that_is_ended_while_it_writes_its_error_file_is_restarted(tmp_path):
-    done = torchrun_attached(tmp_path, ENDED_IN_MID_WRITE, "--max-restarts=1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "attached again" in done.stdout
-
-
-def test_the_agent_names_the_exception_of_an_attached_rank(tmp_path):
-    done = torchrun_attached(tmp_path, 'raise ValueError("of the user")')
+    """The next run fails by an exception, which the agent must still name."""
+    script = tmp_path / "train.py"
+    script.write_text(FAILING_TWICE)
+    flags = ("--max-restarts=1", "--rdzv-backend=reft", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    try:
+        done = torchrun(script, *flags, "--local-addr=127.0.0.1", "--rdzv-conf=store_idle_exit=10")
+    finally:
+        purge_and_stop(tmp_path / "daemon.sock")
     assert done.returncode == 1
     summary = done.stderr.partition("Root Cause (first observed failure):")[2]
-    assert "rank      : 0 " in summary and "/0/error.json" in summary and "ValueError: of the user" in summary
-
-
-def torchrun_attached(folder: Path, fails: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Trains under torchrun with reft attached, where rank 0 fails in its first run."""
-    script = folder / "train.py"
-    script.write_text(ATTACHED.replace("FAIL", fails))
-    flags = (*flags, "--rdzv-backend=reft", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")
-    try:
-        return torchrun(script, *flags, "--rdzv-conf=store_idle_exit=10")
-    finally:
-        purge_and_stop(folder / "daemon.sock")
+    assert "rank      : 0 " in summary and "/attempt_1/0/error.json" in summary, done.stderr[-3000:]
+    assert "ValueError: of the user" in summary

@@ -7,7 +7,9 @@ agent, and checks whether the agent uses the rendezvous and the run id that the 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import json
 import os
 import re
 import signal
@@ -57,15 +59,20 @@ def complete_error_file() -> None:
     When a rank has failed, the others fail, too, and each writes its error file in place
     (`torch.distributed.elastic.multiprocessing.errors.record`) while the agent ends it by SIGTERM.
     An agent that then reads half a file raises JSONDecodeError, and restarts nothing. So torch
-    writes beside the file that the agent reads, and this process puts the text there as it ends. A
-    process that is killed before leaves no error file, and the agent names the signal.
+    writes beside the file that the agent reads, and this process puts the text there as it ends.
+    Without an error file the agent names the signal or the exit code.
     """
     if path := replace_error_file(_INCOMPLETE):
         atexit.register(_put_in_place, path, os.getpid())
 
 
 def _put_in_place(path: str, pid: int) -> None:
-    if os.getpid() == pid and os.path.exists(path + _INCOMPLETE):  # a forked child may end by itself
+    if os.getpid() != pid:  # a forked child
+        return
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # no file, or half a one: a handler of SIGTERM raised, a disk is full
+        json.loads(Path(path + _INCOMPLETE).read_bytes())
         os.replace(path + _INCOMPLETE, path)
 
 

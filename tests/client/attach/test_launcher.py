@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -87,3 +88,30 @@ def test_an_unreadable_command_line_is_empty(monkeypatch):
 def test_launch_mark_is_the_rendezvous_launch_else_the_agent():
     assert launch_mark(replace(WORKER, launch="abc")) == "abc"
     assert launch_mark(WORKER) != launch_mark(Launch.load({}))
+
+
+WRITING = """
+import os, signal, sys
+from reft.client.attach.launcher import complete_error_file
+complete_error_file()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    file.write(sys.argv[1])
+    if sys.argv[2:]:
+        os.kill(os.getpid(), signal.SIGTERM)
+if not os.fork():
+    sys.exit()  # a child of the trainer gives the agent nothing
+os.wait()
+assert not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"].removesuffix(".incomplete"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_ended"), [('{"message": "m"}', False), ('{"message": ', True)], ids=["whole", "ended by a handler"]
+)
+def test_the_agent_finds_a_whole_error_file_or_none(tmp_path, text, is_ended):
+    path = tmp_path / "error.json"
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)}
+    done = subprocess.run([sys.executable, "-c", WRITING, text, *["end"] * is_ended], env=environment)
+    assert done.returncode == (143 if is_ended else 0)
+    assert (path.read_text() if path.exists() else None) == (None if is_ended else text)
