@@ -12,8 +12,8 @@
 A daemon that starts takes over the files here. A file that is no valid slot is renamed to *.bad,
 logged, and never offered. A slot of another format, as a newer reft writes, stays under its name,
 is counted and shown, and is freed only with its job, by a purge. A daemon that reads this format
-takes the slot over again. Making slots and
-computing their digests take long, so the daemon runs these in threads.
+takes the slot over again. Drafts of slots, *.new, which a killed daemon left, are removed. Making
+slots and computing their digests take long, so the daemon runs these in threads.
 """
 
 from __future__ import annotations
