@@ -317,11 +317,14 @@ class Registry:
         while True:
             now = time.monotonic()
             for job in list(self.jobs.values()):
-                agent = self.heartbeat_service.monitors.agent_of(job.id)
-                is_over = not job.is_live and now - job.ended_s > self.ttl_s.seconds_for(job, agent)
-                # slots of a newer reft go only by a purge, or by that reft
-                if is_over and not job.slots.unreadable and not self.persists.needs(job):
-                    self._free(job, self.ttl_s.end_cause(job, agent))
+                try:
+                    agent = self.heartbeat_service.monitors.agent_of(job.id)
+                    is_over = not job.is_live and now - job.ended_s > self.ttl_s.seconds_for(job, agent)
+                    # slots of a newer reft go only by a purge, or by that reft
+                    if is_over and not job.slots.unreadable and not self.persists.needs(job):
+                        self._free(job, self.ttl_s.end_cause(job, agent))
+                except Exception:  # a bug that one job meets must not end this daemon, and so all jobs
+                    log.exception("job=%s can't be expired", job.id)
             self._notice_removed_files()
             await asyncio.gather(self.peers.close_unused(), self.heartbeat_service.sender.peers.close_unused())
             self.persists.reader.expire(now)

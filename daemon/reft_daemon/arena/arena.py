@@ -12,8 +12,8 @@
 A daemon that starts takes over the files here. A file that is no valid slot is renamed to *.bad,
 logged, and never offered. A slot of another format, as a newer reft writes, stays under its name,
 is counted and shown, and is freed only with its job, by a purge. A daemon that reads this format
-takes the slot over again. Making slots and
-computing their digests take long, so the daemon runs these in threads.
+takes the slot over again. Drafts of slots, *.new, which a killed daemon left, are removed. Making
+slots and computing their digests take long, so the daemon runs these in threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,15 @@ from reft.wire.slot_format import FileSlotMap, Geometry, SlotMap, UnknownFormat
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import limits
 from reft_daemon.arena.huge_pages import make_huge
-from reft_daemon.arena.job_files import EARLIER_RECORD, RECORDS, FileCopy, JobFiles, check_size, encode_head
+from reft_daemon.arena.job_files import (
+    EARLIER_RECORD,
+    RECORDS,
+    FileCopy,
+    JobFiles,
+    check_size,
+    encode_head,
+    remove_file,
+)
 from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.reserve import SpaceReserve
 from reft_daemon.arena.shortage import is_shortage
@@ -54,6 +62,7 @@ RANK, PARITY, RECORD = "rank", "parity", "record"  # kinds of slots: how their n
 STORED = "stored"  # a file of a checkpoint, which does not lie in the arena
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
 WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
+_SLOT_NAME = rf"({RANK}|{PARITY}|{RECORD})-\d+\.slot-\d+"
 DRAFT, SLICED_DRAFT = ".new", ".slices.new"
 WRITE_SLICE = 4 << 20  # bytes
 _OWN_FILES = ("lock", "node-id", "port")  # files beside the folders of the jobs
@@ -130,7 +139,7 @@ class SlotFile:
     def free(self) -> None:
         """Gives the memory back, once trainers and threads that use the slot are done, too."""
         if self.path:
-            self.path.unlink(missing_ok=True)
+            remove_file(self.path)
         os.close(self.descriptor)
         self.descriptor, self._map = -1, None  # a reader that has this object must not reach another file
 
@@ -256,11 +265,15 @@ class Arena:
             OSError: a slot can't be opened for now.
         """
         folder, slots, unreadable = self.folder / job, list[SlotFile](), dict[str, int]()
+        for path in sorted(folder.glob("*-*.slot-*.new")):
+            if re.fullmatch(rf"{_SLOT_NAME}\.new", path.name):
+                log.warning("draft %s of a daemon that died is removed", path)
+                remove_file(path)
         for path in sorted(folder.glob("*-*.slot-*.format-*")):  # as an earlier reft renamed them
             if not (original := path.with_suffix("")).exists():
                 path.rename(original)
         for path in sorted(folder.glob("*-*.slot-*[0-9]")):
-            if not re.fullmatch(rf"({RANK}|{PARITY}|{RECORD})-\d+\.slot-\d+", path.name):
+            if not re.fullmatch(_SLOT_NAME, path.name):
                 continue
             try:
                 slots.append(self._open(job, path))
@@ -359,7 +372,7 @@ class Arena:
         if has_records:
             who = "the slots for gradient records need"
         self.check_room(need_bytes, len(geometries), who)
-        folder = claim_folder(self.folder / job)
+        folder = _claim_job_folder(self, job)
         in_tmpfs = limits.file_system_free(folder) + self.pool.ready_bytes(len(geometries)) >= need_bytes
         # counted before the slots exist, so that no spare files take the same memory
         self.held_bytes += need_bytes
@@ -368,10 +381,12 @@ class Arena:
             with _running_on(cpus):
                 for name, geometry in geometries.items():
                     new_slots.append(self._make_slot(job, rank, folder / name if in_tmpfs else None, name, geometry))
-        except OSError as error:
+        except Exception as error:
             self.held_bytes -= need_bytes - sum(slot.file_bytes for slot in new_slots)
             for slot in new_slots:
                 self.free(slot)
+            if not isinstance(error, OSError | RuntimeError):  # RuntimeError: no thread can be started
+                raise
             raise _no_room_or_attach_error(
                 error,
                 f"{geometry.file_bytes} bytes for slot {name} can't be allocated: {error}.",
@@ -398,11 +413,11 @@ class Arena:
             slot = SlotFile(name, rank, descriptor, path, size, FileSlotMap.create_in(descriptor, geometry, job, rank))
             if path:
                 draft.rename(path)
-        except (OSError, FormatError) as error:
+        except BaseException as error:
             slot = None  # the error's traceback holds this frame, and would hold the memory
             os.close(descriptor)
             if path:
-                draft.unlink(missing_ok=True)
+                remove_file(draft)
             if isinstance(error, FormatError):  # another process has cut the file
                 raise OSError(errno.EIO, error.message) from error
             raise
@@ -410,8 +425,8 @@ class Arena:
 
     def free(self, slot: SlotFile) -> None:
         """Frees one slot."""
-        self.held_bytes -= slot.file_bytes
         slot.free()
+        self.held_bytes -= slot.file_bytes
 
     def forget(self, job: str) -> None:
         """Removes the folder of a job whose slots are freed."""
@@ -437,7 +452,7 @@ class Arena:
         # also empty where somebody has removed the folder
         if not any(path.is_dir() for path in self.folder.glob("*")):
             for name in _OWN_FILES:
-                (self.folder / name).unlink(missing_ok=True)
+                remove_file(self.folder / name)
             with contextlib.suppress(OSError):  # files of others keep the folder
                 self.folder.rmdir()
         os.close(self._lock)
@@ -512,14 +527,16 @@ class _running_on:
         os.sched_setaffinity(0, self._before)
 
 
-def _no_room_or_attach_error(error: OSError, message: str, hint: str) -> AttachError:
-    """Returns NoRoom if memory is short, else AttachError.
+def _no_room_or_attach_error(error: OSError | RuntimeError, message: str, hint: str) -> AttachError:
+    """Returns NoRoom if memory or the file system is short, else AttachError.
 
     For NoRoom the daemon drops ended jobs, which helps against no other error.
     """
-    if error.errno in (errno.ENOSPC, errno.ENOMEM):
-        return NoRoom(message, hint)
-    return AttachError(message)
+    return NoRoom(message, hint) if _is_lack_of_room(error) else AttachError(message)
+
+
+def _is_lack_of_room(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM)
 
 
 def write_record(
@@ -564,14 +581,37 @@ def write_record(
 def _write_in_folder(
     arena: Arena, job: str, files: Mapping[str, Sequence[bytes]], draft: str, may_replace: Callable[[], bool]
 ) -> Generator[None, None, bool]:
-    """Replaces files of a job, see `_replace`. A new folder goes if that fails."""
-    folder = claim_folder(arena.folder / job)
+    """Replaces files of a job, see `_replace`. A new folder goes if that fails.
+
+    Raises:
+        NoRoom, AttachError: they can't be written; nothing was replaced.
+    """
+    folder = _claim_job_folder(arena, job)
     try:
         return (yield from arena._write({folder / name: parts for name, parts in files.items()}, draft, may_replace))
     except BaseException:
         with contextlib.suppress(OSError):  # a folder that is not new holds other files
             folder.rmdir()
         raise
+
+
+def _claim_job_folder(arena: Arena, job: str) -> Path:
+    """Makes a job's folder if it is missing.
+
+    Raises:
+        NoRoom, AttachError: it can't be made, or others may write it.
+    """
+    folder = arena.folder / job
+    try:
+        return claim_folder(folder)
+    except OSError as error:
+        kind = NoRoom if _is_lack_of_room(error) else AttachError
+        raise kind(
+            f"the folder {folder} can't be made for job {job}: {error.strerror}.",
+            f"look what lies in its place, make room in {folder.parent}, or give the daemon another tmpfs with --dir (REFT_DIR)",
+        ) from error
+    except ConfigError as error:  # somebody has changed the folder; the caller has passed nothing wrong
+        raise AttachError(error.message, error.hint) from error
 
 
 def _always() -> bool:

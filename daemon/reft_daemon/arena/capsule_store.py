@@ -40,6 +40,7 @@ from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
+from reft_daemon.arena.job_files import remove_file
 from reft_daemon.arena.shortage import is_shortage
 
 log = logging.getLogger("reft.daemon")
@@ -244,7 +245,7 @@ class CapsuleStore:
         file = self._files[rank].pop(version)
         self.arena.held_bytes -= file.file_bytes
         os.close(file.descriptor)
-        file.path.unlink(missing_ok=True)
+        remove_file(file.path)
 
 
 def check_record(record: pb.CapsuleRecord, world: int) -> None:

@@ -247,7 +247,7 @@ class JobFiles:
 
     def drop_earlier(self, job: str) -> None:
         """Removes the one copy of an earlier reft: there are two now."""
-        (self.folder / job / EARLIER_RECORD).unlink(missing_ok=True)
+        remove_file(self.folder / job / EARLIER_RECORD)
 
     def _read(self, folder: Path) -> pb.JobRecord | None:
         """Returns a job's record; None if the folder holds nothing.
@@ -301,6 +301,17 @@ class JobFiles:
         if record.HasField("pins") and not is_earlier:
             raise FormatError("its pins are missing.")
         return []
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file of the arena, if it is there.
+
+    A failure is logged: somebody has taken the folder away, and others need this daemon.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.error("%s can't be removed, and may keep its memory: %s", path, error)
 
 
 def check_size(job: str, nbytes: int) -> None:

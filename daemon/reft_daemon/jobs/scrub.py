@@ -74,7 +74,11 @@ async def scrub_for_ever(jobs: Mapping[str, JobRecord], counts: ScrubCounts) -> 
     """Takes turns until this daemon ends."""
     while True:
         began_s = time.monotonic()
-        nbytes = await take_turn(jobs, counts, began_s)
+        nbytes = 0
+        try:
+            nbytes = await take_turn(jobs, counts, began_s)
+        except Exception:  # a bug that one slot meets, or no thread, must not end the scrub of the others
+            log.exception("a turn of the scrub failed")
         await asyncio.sleep(pause_s(nbytes, time.monotonic() - began_s))
 
 

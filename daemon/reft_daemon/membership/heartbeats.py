@@ -14,16 +14,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Final
 
 from reft.core.membership.failure_detector import BEAT_S, AgentPhase, Signal, hung
 from reft.core.membership.job_identity import check_name
+from reft.core.membership.progress import Stall
 from reft.errors import AlreadyAttached, AttachError, ConfigError
 from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import ProcessWatch
 from reft_daemon.membership.beat_sender import BeatSender
 from reft_daemon.membership.job_monitor import TICK_S, JobMonitor, MembershipView
 from reft_daemon.membership.monitors import MonitorRegistry
@@ -61,7 +64,9 @@ class HeartbeatService:
         self._kills_hung = kills_hung
         self.monitors = MonitorRegistry(own, jobs, changes)
         self.sender = BeatSender(own, peers, self.monitors)
-        self._kills: set[asyncio.Task[bool]] = set()  # the event loop keeps only weak references
+        self._kills: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
+        # a killed process that waits for a device does not end, and one SIGKILL is enough
+        self._killed: weakref.WeakSet[ProcessWatch] = weakref.WeakSet()
 
     @property
     def is_idle(self) -> bool:
@@ -212,7 +217,7 @@ class HeartbeatService:
 
     async def run(self) -> None:
         """Judges nodes and sends beats, forever."""
-        last_beat_s = time.monotonic()
+        last_beat_s, failing = time.monotonic(), set[str]()
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
@@ -220,25 +225,44 @@ class HeartbeatService:
             if is_due:
                 last_beat_s = now_s
             for name, monitor in list(self.monitors.by_name.items()):
-                self._look(monitor, now_s)
-                if monitor.is_over(now_s, self.monitors.record_of(monitor)):
-                    self.monitors.forget(name)
-                elif is_due:
-                    self.sender.send(monitor, monitor.detector.watched_nodes())
-                    self._kill_hung(monitor)
+                try:
+                    self._tick(name, monitor, now_s, is_due)
+                except Exception:  # a bug that one job meets must not end this daemon, and so all jobs
+                    if name not in failing:
+                        log.exception("job=%s can't be watched", name)
+                    failing.add(name)
+                else:
+                    failing.discard(name)
+
+    def _tick(self, name: str, monitor: JobMonitor, now_s: float, is_due: bool) -> None:
+        self._look(monitor, now_s)
+        if monitor.is_over(now_s, self.monitors.record_of(monitor)):
+            self.monitors.forget(name)
+        elif is_due:
+            self.sender.send(monitor, monitor.detector.watched_nodes())
+            self._kill_hung(monitor)
 
     def _kill_hung(self, monitor: JobMonitor) -> None:
         job = self.monitors.record_of(monitor)
         stall = monitor.to_kill(job) if self._kills_hung else None
         lease = job.leases.get(stall.rank) if job is not None and stall is not None else None
-        if job is not None and stall is not None and lease is not None and lease.watch is not None:
-            kill = lease.watch.kill(
-                rank=stall.rank, job=monitor.name, launch=job.record.manifest.launch, why=hung(stall, None),
-                by="this daemon, --kill-hung",
-            )  # fmt: skip
-            task = asyncio.ensure_future(kill)
-            self._kills.add(task)
-            task.add_done_callback(self._kills.discard)
+        if job is None or stall is None or lease is None or lease.watch is None or lease.watch in self._killed:
+            return
+        self._killed.add(lease.watch)
+        task = asyncio.ensure_future(self._kill(lease.watch, lease.process.pid, monitor.name, stall, job))
+        self._kills.add(task)
+        task.add_done_callback(self._kills.discard)
+
+    async def _kill(self, watch: ProcessWatch, pid: int, name: str, stall: Stall, job: JobRecord) -> None:
+        """Kills the trainer of a rank, once."""
+        why, by = hung(stall, None), "this daemon, --kill-hung"
+        try:
+            if await watch.kill(rank=stall.rank, job=name, launch=job.record.manifest.launch, why=why, by=by):
+                return
+            reason = "it has not ended since"
+        except OSError as error:
+            reason = str(error)
+        log.error("job=%s rank=%d process %d was to be killed (--kill-hung): %s", name, stall.rank, pid, reason)
 
     async def close(self) -> None:
         for task in self._kills:

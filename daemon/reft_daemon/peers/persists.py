@@ -161,13 +161,13 @@ class PersistService:
         """Begins what is due, until it is cancelled. Without `--persist` nothing is."""
         while True:
             for job in list(self._jobs.values()):
-                self.holds.look(job)
-            for job in list(self._jobs.values()) if self.settings else []:
                 try:
-                    self._look(job)
-                    self._look_for_end(job)
-                except Exception:  # a bug that one job meets must not stop the others
-                    log.exception("job=%s can't be persisted", job.id)
+                    self.holds.look(job)
+                    if self.settings:
+                        self._look(job)
+                        self._look_for_end(job)
+                except Exception:  # a bug that one job meets must not stop the others, or end this daemon
+                    log.exception("job=%s can't be persisted, or kept for an export", job.id)
             await asyncio.sleep(LOOK_S)
 
     def wake(self, job: JobRecord) -> None:

@@ -94,9 +94,11 @@ class RoundReplicator:
             has_changed.clear()
             try:
                 await send(node)
-            except (grpc.RpcError, OSError, ReftError) as error:
+            except Exception as error:  # a bug must not end this sender: no further step would become whole
                 if is_reachable:
-                    log.warning("job=%s node=%s does not %s: %s", self._job.id, node.name, duty, reason_of(error))
+                    bug = None if isinstance(error, grpc.RpcError | OSError | ReftError) else error
+                    reason = reason_of(error) or repr(error)
+                    log.warning("job=%s node=%s does not %s: %s", self._job.id, node.name, duty, reason, exc_info=bug)
                 is_reachable = False
                 has_changed.set()
                 await asyncio.sleep(RETRY_S)

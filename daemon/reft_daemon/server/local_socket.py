@@ -178,7 +178,7 @@ class _Connection:
                     self._handle(body)
             if not data:
                 self._end()
-        except (ValueError, DecodeError, OSError) as error:
+        except (ValueError, DecodeError) as error:
             self._drop(str(error), NO_REQUEST)
         except Exception:
             self._end()  # the trainer connects again and repeats what was lost
@@ -270,6 +270,9 @@ class _Connection:
                 raise ValueError("no request")
         except ReftError as error:
             self._refuse(error, 1)
+        except OSError as error:  # of this daemon's own files: the caller has sent a right request
+            log.error("a request of pid %d can't be handled: %s", self._pid, error)
+            self._refuse(shortage.shortage_error(error), 1)
         finally:
             close_all(self._received)  # descriptors that no handler took
 

@@ -424,10 +424,17 @@ class DaemonService(pb_grpc.DaemonServicer):
         if request.job not in self._registry.arena.job_files.damaged:
             job = self._registry.get(request.job)
             whole_step = whole_words(job)
+            epoch = job.epoch
             if job.is_live:
                 raise ConfigError(f"job {job.id} is being trained.", "end its trainers first")
             if not request.memory_only:
                 await self._registry.persists.end_lineage(job)
+                # storage may take a minute: the slots may belong to a new attach by now
+                if self._registry.get(request.job) is not job or job.is_live or job.epoch != epoch:
+                    raise ConfigError(
+                        f"job {job.id} was started again while its purge waited for storage: its memory here stays.",
+                        "end its trainers first, then purge it again",
+                    )
         freed_bytes = self._registry.purge(request.job)
         audit("purge", job=request.job, by=call.caller, whole_step=whole_step, freed_bytes=freed_bytes)
         return pb.PurgeReply(freed_bytes=freed_bytes)

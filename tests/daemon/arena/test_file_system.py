@@ -9,10 +9,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.daemon.jobs.test_capsules import all_whole, copies, fetch, held_job, seal
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import Code, Job, write
+from tests.support.jobs import Code, Job, refused, slot_path, write
 
 LANDED, SEALED = SlotState.LANDED, SlotState.SEALED
 
@@ -51,6 +53,31 @@ def test_a_removed_folder_does_not_end_the_daemon(daemon, trainer, holds):
     daemon.process.terminate()
     # no traceback of the daemon's own code
     assert daemon.process.wait(60) == 0 and "reft_daemon/" not in daemon.log.read_text()
+
+
+def test_a_file_in_place_of_the_folder_ends_neither_the_daemon_nor_a_step(start, trainer):
+    daemon = start("--ttl", "0.2", "--ttl-failed", "0.2")
+    job = Job([(daemon, [0])]).decide()
+    landed, sealed = job.slots(0, trainer)
+    write(landed, job.version(3), LANDED)
+    write(sealed, job.version(2))
+    shutil.rmtree(daemon.folder)
+    daemon.folder.touch()
+    try:
+        job.report(0, {2: StepAnswer.SEALED})  # the pins can't be recorded, and the report was right
+        assert not daemon.call("Status", pb.StatusRequest()).refused.reasons
+        for refused_call in (Job([(daemon, [0])], name="other").decide, lambda: job.lease(0, trainer, slots=4)):
+            with refused(Code.FAILED_PRECONDITION, "can't be made for job"):
+                refused_call()
+        trainer.kill()
+        until(lambda: landed.reread().state is SEALED, what="the seal that the daemon makes for the dead trainer")
+        until(lambda: not daemon.call("Status", pb.StatusRequest()).jobs, what="the end of the job")
+        assert daemon.call("Status", pb.StatusRequest()).held_bytes == 0
+        assert f"{slot_path(daemon, 'rank-0.slot-0')} can't be removed" in daemon.log.read_text()
+        daemon.process.terminate()
+        assert daemon.process.wait(60) == 0 and "Traceback" not in daemon.log.read_text()
+    finally:
+        daemon.folder.unlink()
 
 
 def test_kept_capsules_survive_the_removal_of_their_files(start, trainer):

@@ -21,14 +21,16 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.round import Outcome
 from reft.core.commit.version import Version
 from reft.core.membership.failure_detector import AgentPhase
+from reft.errors import AttachError
 from reft.wire import messages, rpc
 from reft.wire.process import Process, stat_of
+from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import main
 from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.pool import SpareFiles, SparePool
-from reft_daemon.jobs import capsules, leasing
+from reft_daemon.jobs import capsules, leasing, scrub
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import FENCE_DEADLINE_S, ProcessWatch, caller_process
@@ -199,6 +201,73 @@ def test_kill_returns_when_the_session_is_closed_meanwhile(monkeypatch):
         assert await watch.kill(), "the process is not signalled either"
 
     asyncio.run(run())
+
+
+def test_slots_leave_nothing_behind_if_no_thread_can_be_started(arena, monkeypatch):
+    geometry, start_thread, started = Geometry(4096, 8 << 20, 4096), threading.Thread.start, list[str]()
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        if len(started) > 2:  # those of the first slot
+            raise_no_thread(thread)
+        start_thread(thread)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(AttachError, match=r"for slot rank-0.slot-1 can't be allocated: can't start new thread"):
+            arena.create("job", 0, {"rank-0.slot-0": geometry, "rank-0.slot-1": geometry}, [])
+    assert arena.held_bytes == 0 and not list((arena.folder / "job").iterdir())
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(arena.create("job", 0, {"rank-0.slot-0": geometry}, [])) == 1
+
+
+def test_the_scrub_goes_on_if_no_thread_can_be_started(monkeypatch, caplog):
+    monkeypatch.setattr(scrub, "NOTHING_S", 0)
+    outcomes = iter((RuntimeError("can't start new thread"), 0))
+
+    async def run() -> None:
+        has_gone_on = asyncio.Event()
+
+        async def take_turn(*_: object) -> int:
+            if isinstance(outcome := next(outcomes, 0), RuntimeError):
+                raise outcome
+            has_gone_on.set()
+            return outcome
+
+        monkeypatch.setattr(scrub, "take_turn", take_turn)
+        scrubbing = asyncio.ensure_future(scrub.scrub_for_ever({}, scrub.ScrubCounts()))
+        going_on = asyncio.ensure_future(has_gone_on.wait())
+        await asyncio.wait({scrubbing, going_on}, return_when=asyncio.FIRST_COMPLETED)
+        assert has_gone_on.is_set() and not scrubbing.done()
+        scrubbing.cancel()
+
+    asyncio.run(run())
+    assert caplog.text.count("a turn of the scrub failed") == 1 and "can't start new thread" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["expiry", "hold"])
+def test_a_bug_that_one_job_meets_stops_no_other_job(arena, monkeypatch, caplog, what):
+    async def run() -> None:
+        registry, looked = registry_of(arena, ttl_s=0.0), asyncio.Event()
+        for name in ("first", "second"):
+            registry.jobs[name] = JobRecord(arena, pb.JobRecord(manifest=pb.Manifest(job=name)), ChangeQueue())
+
+        def look(job: JobRecord, *_: object) -> None:
+            if job.id == "first":
+                raise RuntimeError("a bug")
+            looked.set()
+
+        monkeypatch.setattr(registry, "_free", look)
+        monkeypatch.setattr(registry.persists.holds, "look", look)
+        loop = registry.expire_for_ever(0.0) if what == "expiry" else registry.persists.run()
+        looping = asyncio.ensure_future(loop)
+        await asyncio.wait({looping, asyncio.ensure_future(looked.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        assert looked.is_set() and not looping.done()
+        looping.cancel()
+
+    asyncio.run(run())
+    assert "job=first" in caplog.text and "a bug" in caplog.text
 
 
 def test_loops_go_on_if_no_thread_can_be_started(monkeypatch, tmp_path, caplog):

@@ -1,11 +1,29 @@
-"""A job is purged while an attach is under way: the attach is refused, and leaves nothing."""
+"""A job is purged while an attach is under way: one of both is refused, and leaves nothing."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
 import pytest
 
+from reft.errors import ConfigError
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.support.jobs import Code, Job, refused, write
+from reft_daemon.arena.arena import Arena
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import caller_process
+from reft_daemon.registry import Registry, UnknownJob
+from reft_daemon.server.callers import Caller, Door
+from reft_daemon.server.judge import AdmittedCall
+from reft_daemon.server.service import DaemonService
+from tests.daemon.jobs import test_leases
+from tests.daemon.jobs.test_leases import lease_request, release_request
+from tests.support.jobs import Code, Job, refused, registry_of, write
+
+Meanwhile = Callable[[Registry], Awaitable[None]]
 
 
 @pytest.fixture
@@ -51,3 +69,62 @@ def test_after_a_purge_no_rank_of_the_decision_gets_slots(daemon, job):
         with refused(Code.NOT_FOUND, "holds no job"):
             daemon.call(method, request)
     assert not (daemon.folder / "job").exists()
+
+
+async def attach(registry: Registry, counter: int = 2) -> None:
+    request = test_leases.decide_request(counter)
+    request.manifest.token = bytes(32)
+    await registry.decide(request)
+
+
+async def attach_and_lease(registry: Registry) -> None:
+    await attach(registry)
+    await registry.lease(lease_request(2), caller_process(os.getpid()))
+
+
+async def purge_too(registry: Registry) -> None:
+    registry.purge("job")
+
+
+async def purged_with(
+    meanwhile: Meanwhile | None, monkeypatch: pytest.MonkeyPatch, registry: Registry
+) -> pb.PurgeReply:
+    """Purges an ended job; `meanwhile` happens while storage takes the end of its lineage."""
+    await attach(registry, 1)
+    await registry.lease(lease_request(1), caller_process(os.getpid()))
+    registry.release(release_request(1), os.getpid())
+
+    async def end_lineage(job: JobRecord) -> None:
+        if meanwhile is not None:
+            await meanwhile(registry)
+
+    monkeypatch.setattr(registry.persists, "end_lineage", end_lineage)
+    call = AdmittedCall(Caller(Door.LOCAL, os.getpid()), None)
+    return await DaemonService(registry, None, None).Purge(pb.PurgeRequest(job="job"), call)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("meanwhile", [attach, attach_and_lease])
+def test_a_purge_that_waits_for_storage_spares_an_attach_that_comes_meanwhile(monkeypatch, meanwhile):
+    async def run() -> None:
+        with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as path:
+            registry = registry_of(Arena(Path(path), 64 << 20))
+            with pytest.raises(ConfigError, match="was started again while its purge waited for storage"):
+                await purged_with(meanwhile, monkeypatch, registry)
+            job = registry.get("job")
+            assert job.epoch.counter == 2 and len(job.slots.current) == 2 and registry.arena.held_bytes
+            assert job.is_live is (meanwhile is attach_and_lease)
+            registry.purge("job")
+
+    asyncio.run(run())
+
+
+def test_a_purge_that_waits_for_storage_ends_as_usual_or_finds_the_job_gone(monkeypatch):
+    async def run() -> None:
+        with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as path:
+            registry = registry_of(Arena(Path(path), 64 << 20))
+            assert (await purged_with(None, monkeypatch, registry)).freed_bytes
+            with pytest.raises(UnknownJob):
+                await purged_with(purge_too, monkeypatch, registry)
+            assert registry.arena.held_bytes == 0 and not registry.jobs
+
+    asyncio.run(run())

@@ -362,9 +362,13 @@ def test_an_unfinished_draft_is_no_slot(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer)
     daemon.kill()
-    slot_path(daemon, "rank-0.slot-9.new").write_bytes(bytes(8192))
+    drafts = [slot_path(daemon, f"{kind}-0.slot-9.new") for kind in ("rank", "parity", "record")]
+    theirs = slot_path(daemon, "theirs-0.slot-9.new")
+    for path in (*drafts, theirs):
+        path.write_bytes(bytes(8192))
     daemon.start()
     assert set(job.headers()) == set(names)
+    assert theirs.exists() and not any(path.exists() for path in drafts), "nobody counts the memory of a draft"
 
 
 def test_a_slot_that_is_cut_does_not_kill_the_daemon(daemon, trainer):

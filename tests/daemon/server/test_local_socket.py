@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
@@ -381,6 +382,20 @@ def test_an_error_in_the_daemon_ends_the_connection(run, monkeypatch):
         monkeypatch.setattr(rounds, "report", lambda *_: (_ for _ in ()).throw(bug))
         assert await place.caller().ask(report(1)) is None
         assert [context["exception"] for context in unhandled] == [bug]
+
+    run(scenario)
+
+
+def test_an_error_of_the_daemons_files_refuses_the_report_and_not_the_caller(run, monkeypatch):
+    async def scenario(place: Place) -> None:
+        trainer = place.caller()
+        with monkeypatch.context() as patch:
+            patch.setattr(rounds, "report", lambda *_: (_ for _ in ()).throw(OSError("no file")))
+            reply = await trainer.ask(report(1))
+        assert (reply.status, reply.calls) == (Code.FAILED_PRECONDITION.value[0], 1) and "no file" in reply.error
+        assert not place.server.refusals.status(time.monotonic()).reasons, "the caller has done nothing wrong"
+        place.job.decide(1)
+        assert (await trainer.ask(report(1))).report.pins.whole == 1
 
     run(scenario)
 
