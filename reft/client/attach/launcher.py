@@ -69,9 +69,8 @@ def complete_error_file() -> None:
 def _put_in_place(path: str, pid: int) -> None:
     if os.getpid() != pid:  # a forked child
         return
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # no file, or half a one: a handler of SIGTERM raised, a disk is full
+    # there may be no file, or half a one: a handler of SIGTERM raised, or a disk is full
+    with contextlib.suppress(OSError, ValueError):
         json.loads(Path(path + _INCOMPLETE).read_bytes())
         os.replace(path + _INCOMPLETE, path)
 
