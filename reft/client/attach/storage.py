@@ -88,6 +88,7 @@ class StorageReader:
             name=str(CheckpointName.of(version)),
             version=messages.version_to(version),
             ranks=shares.get(self.introduction.node.id, ()),
+            asks_again=True,
         )
 
         def call() -> RankMessage:
