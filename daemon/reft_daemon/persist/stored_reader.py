@@ -120,6 +120,11 @@ class StoredReader:
         self._opened_s: dict[str, float] = {}
         self.opened: dict[str, dict[str, StoredSlotFile]] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no files are open, or being opened, for an attach."""
+        return not self._opening and not self.opened
+
     async def stored(self, request: pb.StoredRequest) -> pb.StoredReply:
         """Returns what storage holds of a job; with a name, that checkpoint's manifest.
 
