@@ -91,7 +91,8 @@ class CheckpointStore:
         """Keeps the decision of an attach; again for the same one changes nothing.
 
         A new attach goes on with a lineage that was ended on purpose: another node's memory had
-        the job. So the lineage has not ended.
+        the job. So the lineage has not ended. The mark goes before the decision comes: the next try
+        after a failure finds no decision, or one without the mark. A mark that comes later stays.
 
         Raises:
             OSError: storage does not take it.
@@ -99,10 +100,15 @@ class CheckpointStore:
         folder = self._folder.folder(lineage)
         folder.make()
         name = stored_names.decision_file(decision.epoch)
+        with contextlib.suppress(FileNotFoundError):
+            return self._refuse_another(folder, name, decision)
+        folder.remove(stored_names.ENDED)  # durable before the decision: `put_if_absent` syncs the folder first
         message = messages.decision_to(decision).SerializeToString(deterministic=True)
-        if folder.put_if_absent(name, stored.encode_decision(message, self.job, lineage, self._key)):
-            folder.remove(stored_names.ENDED)
-        elif self._decision(folder, name) != decision:
+        if not folder.put_if_absent(name, stored.encode_decision(message, self.job, lineage, self._key)):
+            self._refuse_another(folder, name, decision)
+
+    def _refuse_another(self, folder: AnyFolder, name: str, decision: Decision) -> None:
+        if self._decision(folder, name) != decision:
             raise AttachError(f"storage has another decision under the name {name}.")
 
     def decisions(self, lineage: str) -> list[Decision]:
