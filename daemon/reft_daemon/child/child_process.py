@@ -212,7 +212,8 @@ class ChildProcess:
     ) -> ControlMessage:  # fmt: skip
         """Sends a command; returns its answer.
 
-        If the caller is cancelled, the command is cancelled, and its answer awaited, first.
+        If the caller is cancelled, the command is cancelled, and its answer awaited, first. The
+        answer's descriptors are closed then.
 
         Raises:
             ChildGone: the child has ended, or was killed because it did not answer in time.
@@ -227,7 +228,10 @@ class ChildProcess:
                 self.end(running)
                 raise ChildGone(f"the {self.name} did not answer in {deadline_s:g} s, and was killed.") from None
         except asyncio.CancelledError:
-            await self._cancel(running, number, answer)
+            try:
+                await self._cancel(running, number, answer)
+            finally:
+                close_untaken(answer)
             raise
         finally:
             running.waiting.pop(number, None)
@@ -245,3 +249,10 @@ class ChildProcess:
         if self.running is not None:
             self.end(self.running)
         await self.wait_ended()
+
+
+def close_untaken(answer: asyncio.Future[ControlMessage]) -> None:
+    """Closes the descriptors of an answer whose caller is gone; they may hold memory."""
+    if answer.done() and not answer.cancelled() and answer.exception() is None:
+        for descriptor in answer.result().get("descriptors", ()):
+            os.close(descriptor)
