@@ -77,7 +77,8 @@ class CheckpointStore:
         root: what `--persist` names.
         job: name of the job.
         key: for MACs; None: texts have none, and none is asked for.
-        note: gets the bytes of each text that was read: storage answers. It may raise.
+        note: gets the bytes of each text that was read: storage answers. It gets 0 now and then in
+            long work. It may raise, and ends the work so.
     """
 
     def __init__(
@@ -218,6 +219,7 @@ class CheckpointStore:
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > end_s:
                     raise
+            self._note(0)
             time.sleep(LOOKUP_PAUSE_S)
         if stored.text_digest(text) != node.index_digest or index.version != version or index.node != node.node:
             raise FormatError(f"the index in {folder.address()} is not the one that node {node.node} has reported.")
@@ -381,6 +383,7 @@ class CheckpointStore:
         now_s = max((each.time_s for each in entries), default=0.0)  # the storage's clock, as far as it is known
         removed = retention.to_remove(entries, order, settings, now_s)
         for name in removed:
+            self._note(0)
             self._remove(folder, name)
         return removed
 

@@ -91,7 +91,9 @@ class Persister:
     def __init__(self, root: str | Path, key_file: Path | None = None) -> None:
         self.root = str(root)
         keys = ["--key-file", str(key_file)] if key_file else []
-        self.child = ChildProcess("persister", ["-m", "reft_daemon.persist", "--root", self.root, *keys])
+        command = ["-m", "reft_daemon.persist", "--root", self.root, *keys]
+        # Storage may take a block slowly: no reason to kill the process and other jobs' work.
+        self.child = ChildProcess("persister", command, cancel_s=STALL_S)
 
     async def write(
         self, job: str, lineage: str, version: Version, folder: tuple[int, int], slots: Sequence[SlotSource],

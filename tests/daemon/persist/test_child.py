@@ -15,12 +15,19 @@ import pytest
 
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch
+from reft.wire import messages
+from reft.wire import stored_format as stored
 from reft_daemon.child.control_channel import ControlMessage
+from reft_daemon.persist import checkpoint_store
+from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.child import StorageServer, text_of
 from reft_daemon.persist.storage_folder import StorageFolder
-from tests.daemon.persist.test_checkpoint_store import EPOCH, LINEAGE, VERSION, Slot, _persist, _store
+from reft_daemon.persist.storage_root import AnyFolder
+from tests.daemon.persist.test_checkpoint_store import EPOCH, LINEAGE, VERSION, Slot, _manifest, _persist, _store
 
-DECISIONS, STEPS = 5, (40, 41, 42)
+STEPS = (40, 41, 42)
+EPOCHS = (EPOCH, *(Epoch(counter, bytes(16)) for counter in range(2, 6)))
+LATER = [Decision(EPOCHS[i], replace(VERSION, step=STEPS[-1]), EPOCHS[:i]) for i in range(1, len(EPOCHS))]
 NAME = "e1-00010203-s41"
 
 
@@ -53,16 +60,15 @@ class HeardServer(StorageServer):
 
     def _tell(self, message: ControlMessage, descriptors: Sequence[int] = ()) -> None:
         if "moved" in message:
-            assert message["bytes"] > 0, "the daemon sees progress by a changed number"
-            self.moved.append(message["moved"])
+            self.moved += [message["moved"]] * (message["bytes"] > 0)  # the daemon sees a changed sum
         else:
             self.texts, self.answer = [text_of(each) for each in descriptors], message
 
-    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+    def ask(self, do: str, *descriptors: int, **fields: Any) -> dict[str, Any]:
         """Returns the answer to a command."""
         self.moved.clear()
         self._root.read_texts.clear()  # type: ignore[union-attr]
-        self._answer({"do": do, "id": 7, "job": "run", **fields}, [])
+        self._answer({"do": do, "id": 7, "job": "run", **fields}, descriptors)
         answer: dict[str, Any] = self.answer
         return answer
 
@@ -83,8 +89,8 @@ def server(tmp_path: Path) -> Iterator[HeardServer]:
         _persist(store, slots, replace(VERSION, step=step))
     for slot in slots:
         os.close(slot.source.descriptor)
-    for counter in range(2, DECISIONS + 1):
-        store.put_decision(LINEAGE, Decision(Epoch(counter, bytes(16)), VERSION, (EPOCH,)))
+    for decision in LATER:
+        store.put_decision(LINEAGE, decision)
     server = HeardServer(CountedFolder(tmp_path))
     yield server
     server.close()
@@ -94,9 +100,9 @@ def test_listing_reads_each_text_once_and_tells_of_each(server: HeardServer) -> 
     """Storage that answers slowly is not taken for one that hangs."""
     assert "error" not in server.ask("list")
     (lineage,) = json.loads(server.texts[0])
-    assert len(lineage["decisions"]) == DECISIONS and len(lineage["checkpoints"]) == len(STEPS)
+    assert len(lineage["decisions"]) == len(EPOCHS) and len(lineage["checkpoints"]) == len(STEPS)
     texts = server._root.read_texts  # type: ignore[union-attr]
-    assert set(texts.values()) == {1} and len(texts) == DECISIONS + len(STEPS)
+    assert set(texts.values()) == {1} and len(texts) == len(EPOCHS) + len(STEPS)
     assert server.moved == [7] * len(texts)
 
 
@@ -114,3 +120,28 @@ def test_cancelled_command_ends_at_the_next_text(server: HeardServer) -> None:
     server._cancelled.add(7)
     assert server.ask("list")["error"] == "it was cancelled."
     assert server._root.read_texts.total() == 1 and not server.moved  # type: ignore[union-attr]
+
+
+def test_cancelled_commit_does_not_wait_for_an_index(server: HeardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_store, "LOOKUP_S", 5.0)
+    server._cancelled.add(7)
+    manifest = os.memfd_create("manifest")
+    with open(manifest, "wb", closefd=False) as file:
+        file.write(stored.encode_manifest(_manifest([stored.StoredNode(1, 9, "ab" * 16)])))
+    assert server.ask("commit", manifest, decision=_hex(LATER[-1]))["error"] == "it was cancelled."
+
+
+def test_cancelled_removal_ends_at_the_next_checkpoint(server: HeardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[str] = []
+
+    def remove(_: AnyFolder, name: str) -> None:
+        removed.append(name)
+        server._cancelled.add(7)
+
+    monkeypatch.setattr(CheckpointStore, "_remove", staticmethod(remove))
+    answer = server.ask("prune", lineage=LINEAGE, decision=_hex(LATER[-1]), keep=1, keep_each_s=0)
+    assert answer["error"] == "it was cancelled." and len(removed) == 1 < len(STEPS) - 1
+
+
+def _hex(decision: Decision) -> str:
+    return messages.decision_to(decision).SerializeToString().hex()
