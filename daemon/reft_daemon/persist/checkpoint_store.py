@@ -106,15 +106,14 @@ class CheckpointStore:
         folder = self._folder.folder(lineage)
         folder.make()
         name = stored_names.decision_file(decision.epoch)
-        with contextlib.suppress(FileNotFoundError):
-            return self._refuse_another(folder, name, decision)
-        folder.remove(stored_names.ENDED)  # durable before the decision: `put_if_absent` syncs the folder first
         message = messages.decision_to(decision).SerializeToString(deterministic=True)
-        if not folder.put_if_absent(name, stored.encode_decision(message, self.job, lineage, self._key)):
-            self._refuse_another(folder, name, decision)
-
-    def _refuse_another(self, folder: AnyFolder, name: str, decision: Decision) -> None:
-        if self._decision(folder, name) != decision:
+        text = stored.encode_decision(message, self.job, lineage, self._key)
+        try:
+            found = self._decision(folder, name)
+        except FileNotFoundError:
+            folder.remove(stored_names.ENDED)  # durable before the decision: `put_if_absent` syncs the folder first
+            found = decision if folder.put_if_absent(name, text) else self._decision(folder, name)
+        if found != decision:
             raise AttachError(f"storage has another decision under the name {name}.")
 
     def decisions(self, lineage: str) -> list[Decision]:
@@ -186,7 +185,7 @@ class CheckpointStore:
         checkpoint = self._checkpoint(lineage, version)
         name = stored_names.node_folder(node, attempt)
         with contextlib.suppress(OSError, FormatError):
-            self._empty(checkpoint.folder(name))
+            _empty(checkpoint.folder(name))
             checkpoint.remove_folder(name)
 
     # Phase 2, on the coordinator
@@ -384,29 +383,8 @@ class CheckpointStore:
         removed = retention.to_remove(entries, order, settings, now_s)
         for name in removed:
             self._note(0)
-            self._remove(folder, name)
+            _remove(folder, name)
         return removed
-
-    @staticmethod
-    def _remove(lineage: AnyFolder, name: str) -> None:
-        checkpoint = lineage.folder(name)
-        checkpoint.remove(stored_names.MANIFEST)
-        checkpoint.sync()
-        for node in checkpoint.names():
-            if stored_names.node_attempt(node) is not None:
-                CheckpointStore._empty(checkpoint.folder(node))
-                checkpoint.remove_folder(node)
-            elif node.startswith(f".{stored_names.MANIFEST}."):
-                checkpoint.remove(node)
-        lineage.remove_folder(name)
-
-    @staticmethod
-    def _empty(folder: AnyFolder) -> None:
-        """Removes the files of a node. Its index goes first: without it they do not count."""
-        names = folder.names()
-        for file in sorted(names, key=lambda name: stored_names.rank_of(name) is not None):
-            if stored_names.rank_of(file) is not None or file.lstrip(".").startswith(stored_names.INDEX):
-                folder.remove(file)
 
     def _checkpoint(self, lineage: str, version: Version) -> AnyFolder:
         return self._folder.folder(lineage).folder(str(stored_names.CheckpointName.of(version)))
@@ -436,3 +414,24 @@ def has_ended(lineage: AnyFolder, job: str, key: bytes | None) -> bool:
         hint = error.hint or "delete that file if the job was not purged"
         raise FormatError(f"{lineage.address(stored_names.ENDED)} is damaged: {error.message}", hint) from error
     return True
+
+
+def _remove(lineage: AnyFolder, name: str) -> None:
+    checkpoint = lineage.folder(name)
+    checkpoint.remove(stored_names.MANIFEST)
+    checkpoint.sync()
+    for node in checkpoint.names():
+        if stored_names.node_attempt(node) is not None:
+            _empty(checkpoint.folder(node))
+            checkpoint.remove_folder(node)
+        elif node.startswith(f".{stored_names.MANIFEST}."):
+            checkpoint.remove(node)
+    lineage.remove_folder(name)
+
+
+def _empty(folder: AnyFolder) -> None:
+    """Removes the files of a node. Its index goes first: without it they do not count."""
+    names = folder.names()
+    for file in sorted(names, key=lambda name: stored_names.rank_of(name) is not None):
+        if stored_names.rank_of(file) is not None or file.lstrip(".").startswith(stored_names.INDEX):
+            folder.remove(file)

@@ -19,7 +19,6 @@ from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft_daemon.child.control_channel import ControlMessage
 from reft_daemon.persist import checkpoint_store
-from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.child import StorageServer, text_of
 from reft_daemon.persist.storage_folder import StorageFolder
 from reft_daemon.persist.storage_root import AnyFolder
@@ -138,7 +137,7 @@ def test_cancelled_removal_ends_at_the_next_checkpoint(server: HeardServer, monk
         removed.append(name)
         server._cancelled.add(7)
 
-    monkeypatch.setattr(CheckpointStore, "_remove", staticmethod(remove))
+    monkeypatch.setattr(checkpoint_store, "_remove", remove)
     answer = server.ask("prune", lineage=LINEAGE, decision=_hex(LATER[-1]), keep=1, keep_each_s=0)
     assert answer["error"] == "it was cancelled." and len(removed) == 1 < len(STEPS) - 1
 
