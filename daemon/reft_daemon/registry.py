@@ -116,10 +116,10 @@ class Registry:
             self.agents.add(Process(pid, stat.start))
 
     def restart_idle_time(self) -> None:
-        """Restarts the idle time: an attach has begun.
+        """Restarts the idle time: an attach has begun, or goes on.
 
-        The job itself comes with the decision of that attach. Until then nothing else keeps this
-        daemon.
+        The job itself comes with the decision of that attach. Until then only files of a checkpoint
+        keep this daemon.
         """
         self.idle_since_s = time.monotonic()
 
@@ -176,6 +176,7 @@ class Registry:
     async def open_stored(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:
         """Opens files of a checkpoint for the next attach of a job; see `StoredReader.open`."""
         check_name(request.job)
+        self.restart_idle_time()
         if (job := self.jobs.get(request.job)) is not None:
             if job.is_live:
                 raise AttachError(f"job {job.id} is being trained.", "end its trainers first")
@@ -330,7 +331,8 @@ class Registry:
             self.persists.reader.expire(now)
             self.arena.reserve.refill()
             self.agents = {agent for agent in self.agents if not _has_ended(agent)}
-            if self.jobs or self.arena.job_files.damaged or self.agents or not self.heartbeat_service.is_idle:
+            is_idle = self.heartbeat_service.is_idle and self.persists.reader.is_idle
+            if self.jobs or self.arena.job_files.damaged or self.agents or not is_idle:
                 self.idle_since_s = now
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
                 log.info("no job and no agent for %.0f s: this daemon exits", now - self.idle_since_s)

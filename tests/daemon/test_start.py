@@ -26,6 +26,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
 from reft_daemon.child.refusals import RefusalCounts
 from reft_daemon.main import OOM_SCORE
+from reft_daemon.persist.stored_reader import StoredReader
 from reft_daemon.registry import PAUSE_S, Registry
 from reft_daemon.server.callers import Caller, Door
 from reft_daemon.server.judge import AdmittedCall
@@ -35,6 +36,7 @@ from tests.support.certificates import Certificates, why_not
 from tests.support.daemon_forks import daemon_fork
 from tests.support.daemons import ROOT, DaemonProcess, until
 from tests.support.jobs import Job, registry_of, slot_path
+from tests.support.persisted import LINEAGE
 
 IS_ROOT = os.getuid() == 0
 IDLE_S = "2"  # on busy cores a test's first call may come a second after the daemon's start
@@ -359,6 +361,61 @@ def test_a_hello_restarts_the_idle_time(registry, door, stays):
         DaemonService(registry, identity, RefusalCounts().status).Hello(hello, AdmittedCall(Caller(door), None))
     )
     assert (registry.idle_since_s > 0) is stays
+
+
+@pytest.mark.parametrize("method", ["Stored", "OpenStored"])
+def test_a_question_about_storage_restarts_the_idle_time(registry, method):
+    """The next one may come a while later, and until the decision no job keeps the daemon."""
+    service = DaemonService(registry, DaemonIdentity("n", "", (), "", 0, False, True), RefusalCounts().status)
+    registry.idle_since_s = float("-inf")
+    request = {
+        "Stored": pb.StoredRequest(job="job"),
+        "OpenStored": pb.OpenStoredRequest(job="job", lineage=LINEAGE, name="e1-00010203-s40"),
+    }[method]
+    with contextlib.suppress(ConfigError):  # this daemon has no storage
+        asyncio.run(getattr(service, method)(request, AdmittedCall(Caller(Door.LOCAL), None)))
+    assert registry.idle_since_s > 0
+
+
+def test_a_daemon_stays_while_files_are_opened_for_an_attach(registry, monkeypatch):
+    """Objects may be fetched for longer than the idle time."""
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    class SlowPersister:
+        root = "/storage"
+
+        async def ask(self, *_: object, **__: object) -> dict[str, object]:
+            asked.set()
+            await answered.wait()
+            return {"error": "it is damaged", "damaged": True}
+
+    async def pause(seconds: float) -> None:
+        raise asyncio.CancelledError
+
+    async def exits() -> bool:
+        registry.idle_since_s = float("-inf")
+        with monkeypatch.context() as paused:
+            paused.setattr(asyncio, "sleep", pause)
+            try:
+                await registry.expire_for_ever(1.0)
+            except asyncio.CancelledError:
+                return False
+        return True
+
+    async def run() -> None:
+        registry.persists.reader = StoredReader(SlowPersister())
+        request = pb.OpenStoredRequest(job="job", lineage=LINEAGE, name="e1-00010203-s40", ranks=[0])
+        opening = asyncio.ensure_future(registry.open_stored(request))
+        await asked.wait()
+        assert not await exits(), "files are being opened"
+        answered.set()
+        assert (await opening).damage and await exits()
+        request.ClearField("ranks")
+        assert not (await registry.open_stored(request)).damage and not await exits(), "files wait for the decision"
+        registry.persists.reader.close_pending("job")
+        assert await exits()
+
+    asyncio.run(run())
 
 
 def test_a_time_to_live_of_zero_makes_no_busy_loop(registry, monkeypatch):

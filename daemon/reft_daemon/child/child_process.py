@@ -33,7 +33,7 @@ from reft_daemon.child.control_channel import ControlMessage, receive_message, s
 log = logging.getLogger("reft.daemon")
 START_S: Final = 20.0
 SEND_S: Final = 5.0
-CANCEL_S: Final = 10.0  # an answer after `cancel`; longer than any wait in the child that `cancel` does not end
+CANCEL_S: Final = 10.0  # an answer after `cancel`
 PAUSE_S: Final = 0.2  # between two starts; twice as long after each process that ended early
 PAUSE_MAX_S: Final = 30.0
 EARLY_S: Final = 60.0
@@ -69,11 +69,14 @@ class ChildProcess:
         name: what messages call the child.
         command: arguments of the interpreter; the channel's descriptor follows them.
         start_s: the time that a start may take.
+        cancel_s: the time that a cancelled command may take until its answer: longer than any wait
+            in the child that `cancel` does not end. Then the child is killed.
     """
 
-    def __init__(self, name: str, command: Sequence[str], start_s: float = START_S) -> None:
+    def __init__(self, name: str, command: Sequence[str], start_s: float = START_S, cancel_s: float = CANCEL_S) -> None:
         self.name = name
         self.start_s = start_s
+        self.cancel_s = cancel_s
         self.moved_bytes = 0  # by all processes since this daemon started
         self.running: RunningProcess | None = None
         self._command = command
@@ -212,7 +215,8 @@ class ChildProcess:
     ) -> ControlMessage:  # fmt: skip
         """Sends a command; returns its answer.
 
-        If the caller is cancelled, the command is cancelled, and its answer awaited, first.
+        If the caller is cancelled, the command is cancelled, and its answer awaited, first. The
+        answer's descriptors are closed then.
 
         Raises:
             ChildGone: the child has ended, or was killed because it did not answer in time.
@@ -227,7 +231,10 @@ class ChildProcess:
                 self.end(running)
                 raise ChildGone(f"the {self.name} did not answer in {deadline_s:g} s, and was killed.") from None
         except asyncio.CancelledError:
-            await self._cancel(running, number, answer)
+            try:
+                await self._cancel(running, number, answer)
+            finally:
+                close_untaken(answer)
             raise
         finally:
             running.waiting.pop(number, None)
@@ -236,7 +243,7 @@ class ChildProcess:
     async def _cancel(self, running: RunningProcess, number: int, answer: asyncio.Future[ControlMessage]) -> None:
         with contextlib.suppress(ChildGone):
             await self.send(running, {"do": "cancel", "command": number})
-            done, _ = await asyncio.wait({answer}, timeout=CANCEL_S)
+            done, _ = await asyncio.wait({answer}, timeout=self.cancel_s)
             if not done:
                 self.end(running)
 
@@ -245,3 +252,10 @@ class ChildProcess:
         if self.running is not None:
             self.end(self.running)
         await self.wait_ended()
+
+
+def close_untaken(answer: asyncio.Future[ControlMessage]) -> None:
+    """Closes the descriptors of an answer whose caller is gone; they may hold memory."""
+    if answer.done() and not answer.cancelled() and answer.exception() is None:
+        for descriptor in answer.result().get("descriptors", ()):
+            os.close(descriptor)

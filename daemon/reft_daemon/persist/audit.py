@@ -97,7 +97,7 @@ def lineage_row(store: CheckpointStore, ident: str) -> dict[str, Any]:
     listed, damages = read_checkpoints(store, ident)
     lineage, trouble = StoredLineage(ident), ""
     try:
-        lineage = store.lineage(ident)
+        lineage = store.lineage(ident, listed)
         order = lineage.restorable()
     except ReftError as error:
         order, trouble = [], error.message

@@ -77,12 +77,18 @@ class CheckpointStore:
         root: what `--persist` names.
         job: name of the job.
         key: for MACs; None: texts have none, and none is asked for.
+        note: gets the bytes of each text that was read: storage answers. It gets 0 now and then in
+            long work. It may raise, and ends the work so.
     """
 
-    def __init__(self, root: AnyFolder, job: str, key: bytes | None = None) -> None:
+    def __init__(
+        self, root: AnyFolder, job: str, key: bytes | None = None,
+        note: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:  # fmt: skip
         self._root = root
         self._folder = root.folder(job)
         self._key = key
+        self._note = note
         self.job = job
 
     # Decisions
@@ -91,7 +97,8 @@ class CheckpointStore:
         """Keeps the decision of an attach; again for the same one changes nothing.
 
         A new attach goes on with a lineage that was ended on purpose: another node's memory had
-        the job. So the lineage has not ended.
+        the job. So the lineage has not ended. The mark goes before the decision comes: the next try
+        after a failure finds no decision, or one without the mark. A mark that comes later stays.
 
         Raises:
             OSError: storage does not take it.
@@ -100,9 +107,13 @@ class CheckpointStore:
         folder.make()
         name = stored_names.decision_file(decision.epoch)
         message = messages.decision_to(decision).SerializeToString(deterministic=True)
-        if folder.put_if_absent(name, stored.encode_decision(message, self.job, lineage, self._key)):
-            folder.remove(stored_names.ENDED)
-        elif self._decision(folder, name) != decision:
+        text = stored.encode_decision(message, self.job, lineage, self._key)
+        try:
+            found = self._decision(folder, name)
+        except FileNotFoundError:
+            folder.remove(stored_names.ENDED)  # durable before the decision: `put_if_absent` syncs the folder first
+            found = decision if folder.put_if_absent(name, text) else self._decision(folder, name)
+        if found != decision:
             raise AttachError(f"storage has another decision under the name {name}.")
 
     def decisions(self, lineage: str) -> list[Decision]:
@@ -117,7 +128,7 @@ class CheckpointStore:
         return [self._decision(folder, name) for name in names]
 
     def _decision(self, folder: AnyFolder, name: str) -> Decision:
-        text = folder.read(name, DECISION_MAX)
+        text = self._read(folder, name, DECISION_MAX)
         try:
             message = stored.decode_decision(text, self.job, folder.name, self._key)
             decision = messages.decision_from(pb.Decision.FromString(message))
@@ -128,6 +139,11 @@ class CheckpointStore:
         if decision.epoch != stored_names.decided_epoch(name):
             raise FormatError(f"{folder.address(name)} has the decision of another epoch.")
         return decision
+
+    def _read(self, folder: AnyFolder, name: str, limit: int) -> bytes:
+        text = folder.read(name, limit)
+        self._note(len(text))
+        return text
 
     # Phase 1, on each node
 
@@ -169,7 +185,7 @@ class CheckpointStore:
         checkpoint = self._checkpoint(lineage, version)
         name = stored_names.node_folder(node, attempt)
         with contextlib.suppress(OSError, FormatError):
-            self._empty(checkpoint.folder(name))
+            _empty(checkpoint.folder(name))
             checkpoint.remove_folder(name)
 
     # Phase 2, on the coordinator
@@ -191,18 +207,22 @@ class CheckpointStore:
             # Another coordinator of this version, or an earlier try of this one, has committed.
             self._manifest(checkpoint, manifest.lineage)
 
-    def _check_index(self, checkpoint: AnyFolder, node: stored.StoredNode, version: Version, end_s: float) -> None:
+    def _check_index(
+        self, checkpoint: AnyFolder, node: stored.StoredNode, version: Version, end_s: float
+    ) -> stored.NodeIndex:
         folder = checkpoint.folder(stored_names.node_folder(node.node, node.attempt))
         while True:
             try:
-                index = stored.decode_index(text := folder.read(stored_names.INDEX, stored.TEXT_MAX), self._key)
+                index = stored.decode_index(text := self._read(folder, stored_names.INDEX, stored.TEXT_MAX), self._key)
                 break
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > end_s:
                     raise
+            self._note(0)
             time.sleep(LOOKUP_PAUSE_S)
         if stored.text_digest(text) != node.index_digest or index.version != version or index.node != node.node:
             raise FormatError(f"the index in {folder.address()} is not the one that node {node.node} has reported.")
+        return index
 
     def refuse_stale(self, lineage: str, decision: Decision) -> None:
         """Raises StaleCoordinator if storage has a decision that `decision` does not know.
@@ -248,34 +268,47 @@ class CheckpointStore:
         for name in folder.names():
             if stored_names.checkpoint_name(name) is None:
                 continue
-            checkpoint = folder.folder(name)
             try:
-                manifest = self._manifest(checkpoint, lineage)
-                listed.append(ListedCheckpoint(name, manifest, checkpoint.time_s(stored_names.MANIFEST)))
+                listed.append(self.checkpoint(lineage, name))
             except (FileNotFoundError, NotADirectoryError):
                 continue  # not complete, or removed meanwhile
             except FormatError as error:
                 if note is not None:
                     note(name, error)
                 else:
-                    log.error("%s is not used: %s", checkpoint.address(), error.message)
+                    log.error("%s is not used: %s", folder.address(name), error.message)
         return listed
 
+    def checkpoint(self, lineage: str, name: str) -> ListedCheckpoint:
+        """Returns the complete checkpoint of a name.
+
+        Raises:
+            OSError: it is not complete, or storage can't be read.
+            FormatError: its manifest is damaged.
+        """
+        checkpoint = self._folder.folder(lineage).folder(name)
+        manifest = self._manifest(checkpoint, lineage)
+        return ListedCheckpoint(name, manifest, checkpoint.time_s(stored_names.MANIFEST))
+
     def _manifest(self, checkpoint: AnyFolder, lineage: str) -> stored.StoredManifest:
-        manifest = stored.decode_manifest(checkpoint.read(stored_names.MANIFEST, stored.TEXT_MAX), self._key)
+        manifest = stored.decode_manifest(self._read(checkpoint, stored_names.MANIFEST, stored.TEXT_MAX), self._key)
         if (manifest.job, manifest.lineage) != (self.job, lineage):
             raise FormatError(f"it belongs to job {manifest.job}, lineage {manifest.lineage}.")
         if str(stored_names.CheckpointName.of(manifest.version)) != checkpoint.name:
             raise FormatError(f"it belongs to {manifest.version}.")
         return manifest
 
-    def lineage(self, name: str) -> StoredLineage:
+    def lineage(self, name: str, listed: Sequence[ListedCheckpoint] | None = None) -> StoredLineage:
         """Returns what storage holds of a lineage.
+
+        Args:
+            name: of the lineage.
+            listed: its checkpoints; None: they are read.
 
         Raises:
             OSError, FormatError: it can't be read.
         """
-        versions = tuple(each.manifest.version for each in self.checkpoints(name))
+        versions = tuple(each.manifest.version for each in (self.checkpoints(name) if listed is None else listed))
         return StoredLineage(
             name, tuple(self.decisions(name)), versions, has_ended(self._folder.folder(name), self.job, self._key)
         )
@@ -290,9 +323,8 @@ class CheckpointStore:
         checkpoint = self._folder.folder(listed.manifest.lineage).folder(listed.name)
         files: dict[int, tuple[AnyFolder, stored.StoredFile]] = {}
         for node in listed.manifest.nodes:
-            self._check_index(checkpoint, node, listed.manifest.version, 0.0)
             folder = checkpoint.folder(stored_names.node_folder(node.node, node.attempt))
-            for file in stored.decode_index(folder.read(stored_names.INDEX, stored.TEXT_MAX), self._key).files:
+            for file in self._check_index(checkpoint, node, listed.manifest.version, 0.0).files:
                 if file.rank in files:
                     raise FormatError(f"two nodes of {listed.name} have rank {file.rank}.")
                 files[file.rank] = folder, file
@@ -350,29 +382,9 @@ class CheckpointStore:
         now_s = max((each.time_s for each in entries), default=0.0)  # the storage's clock, as far as it is known
         removed = retention.to_remove(entries, order, settings, now_s)
         for name in removed:
-            self._remove(folder, name)
+            self._note(0)
+            _remove(folder, name)
         return removed
-
-    @staticmethod
-    def _remove(lineage: AnyFolder, name: str) -> None:
-        checkpoint = lineage.folder(name)
-        checkpoint.remove(stored_names.MANIFEST)
-        checkpoint.sync()
-        for node in checkpoint.names():
-            if stored_names.node_attempt(node) is not None:
-                CheckpointStore._empty(checkpoint.folder(node))
-                checkpoint.remove_folder(node)
-            elif node.startswith(f".{stored_names.MANIFEST}."):
-                checkpoint.remove(node)
-        lineage.remove_folder(name)
-
-    @staticmethod
-    def _empty(folder: AnyFolder) -> None:
-        """Removes the files of a node. Its index goes first: without it they do not count."""
-        names = folder.names()
-        for file in sorted(names, key=lambda name: stored_names.rank_of(name) is not None):
-            if stored_names.rank_of(file) is not None or file.lstrip(".").startswith(stored_names.INDEX):
-                folder.remove(file)
 
     def _checkpoint(self, lineage: str, version: Version) -> AnyFolder:
         return self._folder.folder(lineage).folder(str(stored_names.CheckpointName.of(version)))
@@ -402,3 +414,24 @@ def has_ended(lineage: AnyFolder, job: str, key: bytes | None) -> bool:
         hint = error.hint or "delete that file if the job was not purged"
         raise FormatError(f"{lineage.address(stored_names.ENDED)} is damaged: {error.message}", hint) from error
     return True
+
+
+def _remove(lineage: AnyFolder, name: str) -> None:
+    checkpoint = lineage.folder(name)
+    checkpoint.remove(stored_names.MANIFEST)
+    checkpoint.sync()
+    for node in checkpoint.names():
+        if stored_names.node_attempt(node) is not None:
+            _empty(checkpoint.folder(node))
+            checkpoint.remove_folder(node)
+        elif node.startswith(f".{stored_names.MANIFEST}."):
+            checkpoint.remove(node)
+    lineage.remove_folder(name)
+
+
+def _empty(folder: AnyFolder) -> None:
+    """Removes the files of a node. Its index goes first: without it they do not count."""
+    names = folder.names()
+    for file in sorted(names, key=lambda name: stored_names.rank_of(name) is not None):
+        if stored_names.rank_of(file) is not None or file.lstrip(".").startswith(stored_names.INDEX):
+            folder.remove(file)

@@ -9,6 +9,7 @@ A large answer is the text of a memfd, whose descriptor is passed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.child.control_channel import ControlMessage, fields_of, receive_message, send_message, version_of
-from reft_daemon.persist.checkpoint_store import CheckpointStore
+from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource, read_head, verify_file
 from reft_daemon.persist.storage_root import AnyFolder
 
@@ -93,7 +94,7 @@ class StorageServer:
             send_message(self._channel, message, descriptors)
 
     def _store(self, message: ControlMessage) -> CheckpointStore:
-        return CheckpointStore(self._root, message["job"], self._key)
+        return CheckpointStore(self._root, message["job"], self._key, functools.partial(self._note, message["id"]))
 
     # Commands
 
@@ -135,11 +136,12 @@ class StorageServer:
     def _list(self, message: ControlMessage, _: Sequence[int]) -> Answer:
         store, lineages = self._store(message), []
         for name in store.lineages():
-            lineage = store.lineage(name)
             damages: dict[str, FormatError] = {}
+            listed = store.checkpoints(name, damages.__setitem__)
+            lineage = store.lineage(name, listed)
             checkpoints = [
                 {"name": each.name, "version": fields_of(each.manifest.version), "time_s": each.time_s}
-                for each in store.checkpoints(name, damages.__setitem__)
+                for each in listed
             ]
             for damaged, error in damages.items():
                 log.error("job=%s %s is not used: %s", store.job, damaged, error.message)
@@ -180,6 +182,7 @@ class StorageServer:
                 descriptor = store.open(*files[rank], note)
                 opened.append(descriptor)
                 head, _header = read_head(descriptor)
+                self._note(message["id"], len(head))
                 if stored.head_digest(head) != files[rank][1].head_digest:
                     raise FormatError(f"the head of rank {rank}'s file does not fit its digest.")
                 opened.append(_memfd(head))
@@ -203,11 +206,11 @@ class StorageServer:
                 os.close(descriptor)
         return {}, []
 
-    def _listed(self, message: ControlMessage) -> Any:
-        for each in self._store(message).checkpoints(message["lineage"]):
-            if each.name == message["name"]:
-                return each
-        raise FormatError(f"storage has no complete checkpoint {message['name']} any more.")
+    def _listed(self, message: ControlMessage) -> ListedCheckpoint:
+        try:
+            return self._store(message).checkpoint(message["lineage"], message["name"])
+        except (FileNotFoundError, NotADirectoryError):
+            raise FormatError(f"storage has no complete checkpoint {message['name']} any more.") from None
 
     def _follow(self, number: int, work: Any) -> Any:
         """Runs work to its end; tells how many bytes it has moved."""
@@ -218,6 +221,7 @@ class StorageServer:
                 return end.value
 
     def _note(self, number: int, nbytes: int) -> None:
+        """Tells that a command makes progress: without any for a while, this process is killed."""
         if number in self._cancelled:
             raise Cancelled("it was cancelled.")
         self._tell({"moved": number, "bytes": nbytes})

@@ -17,7 +17,6 @@ nothing waits for it, and each command fails at once until the process has ended
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import time
@@ -32,7 +31,7 @@ from reft.core.text import counted
 from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire import stored_format as stored
-from reft_daemon.child.child_process import ChildGone, ChildProcess, RunningProcess
+from reft_daemon.child.child_process import ChildGone, ChildProcess, RunningProcess, close_untaken
 from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage, fields_of, version_of
 from reft_daemon.persist.child import text_of
 from reft_daemon.persist.slot_copy import SlotSource
@@ -92,7 +91,9 @@ class Persister:
     def __init__(self, root: str | Path, key_file: Path | None = None) -> None:
         self.root = str(root)
         keys = ["--key-file", str(key_file)] if key_file else []
-        self.child = ChildProcess("persister", ["-m", "reft_daemon.persist", "--root", self.root, *keys])
+        command = ["-m", "reft_daemon.persist", "--root", self.root, *keys]
+        # Storage may take a block slowly: no reason to kill the process and other jobs' work.
+        self.child = ChildProcess("persister", command, cancel_s=STALL_S)
 
     async def write(
         self, job: str, lineage: str, version: Version, folder: tuple[int, int], slots: Sequence[SlotSource],
@@ -223,6 +224,7 @@ class Persister:
             except asyncio.CancelledError:
                 call.cancel()
                 await asyncio.wait({call})
+                close_untaken(call)
                 raise
             return call.result()
         except ChildGone as error:
@@ -253,8 +255,8 @@ class Persister:
                     note(moved)
             elif now_s - moved_s > patience_s:
                 self.child.end(running)
-                with contextlib.suppress(ChildGone):
-                    await call
+                await asyncio.wait({call})
+                close_untaken(call)
                 raise StorageFailed(
                     f"{self.root} takes nothing for {patience_s:g} s.", "check the storage; training is not affected"
                 )

@@ -10,7 +10,7 @@
 
 Invariants
   1. The daemon never opens, lists or stats storage. It reads data by descriptors, in threads of
-     their own: storage that hangs stops these threads alone.
+     their own: storage that hangs stops these threads alone, and the daemon's end joins none.
   2. A stored slot is read-only. It is never leased, written, moved, scrubbed or rebuilt.
   3. Storage that can't be listed is an error, never an empty answer.
   4. The persister has verified the head of each file. So a chunk that differs is found by the
@@ -27,7 +27,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -45,6 +44,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import STORED, Arena, SlotFile
 from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage, version_of
 from reft_daemon.persist.persister import Persister, StorageFailed
+from reft_daemon.persist.reader_pool import ReaderPool
 
 log = logging.getLogger("reft.daemon")
 LIST_S: Final = 60.0  # for one answer
@@ -59,12 +59,12 @@ class StoredSlotFile(SlotFile):
     """A file of a checkpoint, open and read-only.
 
     Attributes:
-        readers: threads that read the file.
+        pool: of the threads that read the file.
         memory: counts the file, if it was fetched into memory.
         fetched_bytes: that `memory` counts.
     """
 
-    readers: ThreadPoolExecutor | None = None
+    pool: ReaderPool | None = None
     memory: Arena | None = None
     fetched_bytes: int = 0
 
@@ -81,7 +81,8 @@ class StoredSlotFile(SlotFile):
 
     async def pread(self, size: int, offset: int) -> bytes:
         """Reads bytes of the file in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.readers, os.pread, self.descriptor, size, offset)
+        assert self.pool is not None, "the reader of checkpoints makes each such slot with one"
+        return await self.pool.pread(self.descriptor, size, offset)
 
 
 @dataclass
@@ -116,9 +117,14 @@ class StoredReader:
         self._persister = persister
         self._memory = memory
         self._opening: dict[str, OpeningTask] = {}
-        self._readers = ThreadPoolExecutor(READERS, "reft-stored")
+        self._pool = ReaderPool(READERS)
         self._opened_s: dict[str, float] = {}
         self.opened: dict[str, dict[str, StoredSlotFile]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no files are open, or being opened, for an attach."""
+        return not self._opening and not self.opened
 
     async def stored(self, request: pb.StoredRequest) -> pb.StoredReply:
         """Returns what storage holds of a job; with a name, that checkpoint's manifest.
@@ -229,9 +235,7 @@ class StoredReader:
                         f"the file of rank {rank} has {header.version} of rank {header.rank} of {header.job}."
                     )
                 name = f"{STORED}-{rank}.slot-{version.step}"
-                slots.append(
-                    StoredSlotFile(name, rank, file, None, header.geometry.file_bytes, slot, readers=self._readers)
-                )
+                slots.append(StoredSlotFile(name, rank, file, None, header.geometry.file_bytes, slot, pool=self._pool))
             undo.pop_all()
         for head in descriptors[1::2]:
             os.close(head)
@@ -276,7 +280,7 @@ class StoredReader:
         """Closes all files."""
         for job in {*self.opened, *self._opening}:
             self.close_pending(job)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
     async def _call(
         self, fields: Mapping[str, Any], may_be_damaged: bool = False, note: Callable[[int], None] | None = None

@@ -211,6 +211,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         return pb.SurveyedNode(node=node, reply=reply)  # type: ignore[arg-type]
 
     async def Stored(self, request: pb.StoredRequest, call: AdmittedCall) -> pb.StoredReply:
+        self._registry.restart_idle_time()
         return await self._registry.persists.reader.stored(request)
 
     async def OpenStored(self, request: pb.OpenStoredRequest, call: AdmittedCall) -> pb.OpenStoredReply:

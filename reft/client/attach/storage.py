@@ -35,7 +35,8 @@ from reft.wire import messages
 from reft.wire.inventory import JobSurvey, StoredHistory, facts_from, lineages_from
 from reft.wire.v1 import daemon_pb2 as pb
 
-ANSWER_S = 120.0  # the daemon gives each question to its persister less than a minute
+ANSWER_S = 120.0  # the daemon answers before, if only that files are still being fetched
+LISTING_S = 600.0  # texts of a long history; storage that answers nothing for a minute is given up before
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class StorageReader:
                 return RankMessage()
             try:
                 request = pb.StoredRequest(job=job, lineage=lineage, name=name)
-                reply: pb.StoredReply = self.introduction.daemon.call("Stored", request, ANSWER_S)
+                reply: pb.StoredReply = self.introduction.daemon.call("Stored", request, LISTING_S)
             except ReftError as error:
                 reply = pb.StoredReply(trouble=str(error))
             return RankMessage(reply.SerializeToString())
 
-        replies = gather(self.context.rank_group, call, RankMessage, extra_s=ANSWER_S)
+        replies = gather(self.context.rank_group, call, RankMessage, extra_s=LISTING_S)
         return pb.StoredReply.FromString(replies[asker].data)
 
     def open(self, lineage: str, version: Version, stored: pb.StoredReply) -> str:
@@ -88,6 +89,7 @@ class StorageReader:
             name=str(CheckpointName.of(version)),
             version=messages.version_to(version),
             ranks=shares.get(self.introduction.node.id, ()),
+            asks_again=True,
         )
 
         def call() -> RankMessage:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from reft.client.attach.plan import AttachTry, make_plan
-from reft.client.attach.storage import lineage_in, refuse_unopened
+from reft.client.attach.rank_table import RankTable
+from reft.client.attach.storage import StorageReader, lineage_in, refuse_unopened
 from reft.client.attach.structure import readers_of
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
@@ -17,7 +19,7 @@ from reft.errors import AttachError, RestoreError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey, StoredHistory
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.support.attaches import begun, description, introduction, reply, sealed, survey_of
+from tests.support.attaches import begun, context, description, introduction, reply, sealed, survey_of
 
 PLAN = begun("ab")
 BASE = Version(PLAN.decision.epoch, 3)
@@ -87,3 +89,24 @@ def test_asked_lineage_must_be_that_of_memory() -> None:
         lineage_in("job", listing, memory, "b" * 16)
     with pytest.raises(AttachError, match="2 lineages"):
         lineage_in("job", listing, None, "")
+
+
+@pytest.mark.parametrize("damage", ["", "a head does not fit its digest"])
+def test_an_attach_asks_for_early_answers_and_asks_on_until_the_files_are_open(damage: str) -> None:
+    """An answer that comes only once all is fetched may come after the call's deadline."""
+    requests: list[pb.OpenStoredRequest] = []
+    replies = [pb.OpenStoredReply(opening=True, fetched_bytes=each) for each in (1, 2)]
+    replies.append(pb.OpenStoredReply(damage=damage))
+
+    def call(method: str, asked: pb.OpenStoredRequest, deadline_s: float) -> pb.OpenStoredReply:
+        assert method == "OpenStored"
+        requests.append(asked)
+        return replies[len(requests) - 1]
+
+    introduced = introduction("a")
+    ranks = RankTable([replace(each, persists=True) for each in introduced.ranks.infos])
+    introduced = replace(introduced, ranks=ranks, daemon=SimpleNamespace(call=call))  # type: ignore[arg-type]
+    stored = pb.StoredReply(manifest=pb.Manifest(nodes=[pb.Node(id="a", name="name-a", ranks=[0])]), ranks=[0])
+    assert StorageReader(context(), introduced).open("0123456789abcdef", BASE, stored) == damage
+    assert len(requests) == 3 and all(each.asks_again and each == requests[0] for each in requests)
+    assert list(requests[0].ranks) == [0]

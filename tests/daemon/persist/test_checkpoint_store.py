@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Generator, Iterator
@@ -426,3 +427,52 @@ def test_ended_lineage_is_marked(tmp_path: Path, slots: list[Slot]) -> None:
     store.end(LINEAGE)
     store.end(LINEAGE)
     assert store.lineage(LINEAGE).has_ended
+
+
+def _marks(path: Path, decision: Decision) -> tuple[bool, bool]:
+    """Returns whether the lineage has the decision, and whether it has the mark of a purge."""
+    names = StorageFolder(path / "run" / LINEAGE).names()
+    return stored_names.decision_file(decision.epoch) in names, stored_names.ENDED in names
+
+
+@pytest.mark.parametrize("call", ["unlink", "link", "sync folder", "create"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_decision_that_storage_refused_at_first_is_of_no_ended_lineage(
+    tmp_path: Path, slots: list[Slot], call: str, is_lost: bool
+) -> None:
+    _persist(_store(tmp_path), slots)
+    _store(tmp_path).end(LINEAGE)
+    later = Decision(Epoch(2, bytes(16)), VERSION, (EPOCH,))
+    faulty = FaultyStorage(tmp_path, storage.fail(call, errno.EIO))
+    if is_lost:
+        faulty = FaultyStorage(tmp_path, after=storage.lose_reply(call))
+    with contextlib.suppress(OSError):
+        _store(tmp_path, faulty).put_decision(LINEAGE, later)
+    is_decided, has_ended = _marks(tmp_path, later)
+    assert not (is_decided and has_ended)
+    _store(tmp_path).put_decision(LINEAGE, later)
+    assert _marks(tmp_path, later) == (True, False)
+    _store(tmp_path).end(LINEAGE)
+    _store(tmp_path).put_decision(LINEAGE, later)  # again, by a coordinator that was started again
+    assert _marks(tmp_path, later) == (True, True)
+
+
+def test_machine_that_stops_leaves_no_ended_lineage_with_a_new_decision(tmp_path: Path, slots: list[Slot]) -> None:
+    later, seen = Decision(Epoch(2, bytes(16)), VERSION, (EPOCH,)), []
+    is_killed = True
+    while is_killed:
+        path = tmp_path / str(len(seen))
+        path.mkdir()
+        faulty = FaultyStorage(path)
+        store = _store(path, faulty)
+        _persist(store, slots)
+        store.end(LINEAGE)
+        faulty.before = storage.kill_at(len(faulty.calls) + len(seen))
+        try:
+            store.put_decision(LINEAGE, later)
+            is_killed = False
+        except Killed:
+            pass
+        faulty.stop_machine()
+        seen.append(_marks(path, later))
+    assert seen[-1] == (True, False) and set(seen) == {(False, True), (False, False), (True, False)}

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist import stored_reader
 from reft_daemon.persist.persister import Persister
+from reft_daemon.persist.reader_pool import ReaderPool
 from reft_daemon.persist.stored_reader import PENDING_S, StoredReader
 from tests.daemon.persist.test_checkpoint_store import EPOCH, LINEAGE, VERSION, Slot, _persist, _store
 
@@ -168,3 +172,57 @@ def test_storage_that_hangs_is_an_error(storage: Path, monkeypatch: pytest.Monke
         assert (await reader.stored(pb.StoredRequest(job="run"))).lineages, "another persister is started"
 
     reading(storage, act)
+
+
+HELD_READ = """
+import asyncio, os, threading
+from reft_daemon.persist.stored_reader import StoredReader, StoredSlotFile
+
+held = threading.Event()
+
+def pread(*_):
+    held.set()
+    threading.Event().wait()
+
+async def main():
+    reader = StoredReader(None)
+    slot = StoredSlotFile("stored-0.slot-1", 0, 0, None, 1, None, pool=reader._pool)
+    read = asyncio.ensure_future(slot.pread(1, 0))
+    await asyncio.to_thread(held.wait)
+    read.cancel()
+    reader.close()
+
+os.pread = pread
+asyncio.run(main())
+"""
+
+
+def test_end_of_the_daemon_does_not_wait_for_a_read() -> None:
+    subprocess.run([sys.executable, "-c", HELD_READ], check=True, timeout=60)
+
+
+def test_reads_that_have_not_begun_are_given_up_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on, threads = threading.Semaphore(0), threading.Event(), []
+
+    def pread(*arguments: int) -> bytes:
+        threads.append(threading.current_thread())
+        begun.release()
+        goes_on.wait()
+        return b"bytes"
+
+    async def run() -> None:
+        pool = ReaderPool(2)
+        reads = [asyncio.ensure_future(pool.pread(0, 1, 0)) for _ in range(3)]
+        for _ in range(2):
+            await asyncio.to_thread(begun.acquire)
+        pool.close()
+        goes_on.set()
+        assert await asyncio.gather(*reads[:2]) == [b"bytes"] * 2
+        with pytest.raises(asyncio.CancelledError):
+            await reads[2]
+
+    monkeypatch.setattr(os, "pread", pread)
+    asyncio.run(run())
+    for thread in threads:
+        thread.join(60)
+    assert len(threads) == 2 and not any(thread.is_alive() for thread in threads)
