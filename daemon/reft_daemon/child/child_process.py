@@ -37,6 +37,7 @@ CANCEL_S: Final = 10.0  # an answer after `cancel`
 PAUSE_S: Final = 0.2  # between two starts; twice as long after each process that ended early
 PAUSE_MAX_S: Final = 30.0
 EARLY_S: Final = 60.0
+LOOK_S: Final = 0.02  # between two looks whether a killed process has ended
 
 
 class ChildGone(AttachError):
@@ -164,8 +165,9 @@ class ChildProcess:
 
     async def wait_ended(self) -> None:
         """Returns once the process that was killed last has ended."""
-        if (ended := self._ended) is not None:
-            await asyncio.to_thread(ended.wait)
+        # in no thread: one of the few of the event loop would be blocked as long as the process is
+        while self.lingers:  # noqa: ASYNC110  a process that another thread reaps tells nobody
+            await asyncio.sleep(LOOK_S)
 
     def end(self, running: RunningProcess) -> None:
         """Kills the process, and fails its commands."""

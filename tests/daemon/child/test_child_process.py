@@ -1,13 +1,15 @@
-"""Answers of a child that nobody takes any more."""
+"""A child whose caller has given up: its answer, and its end if it waits for a device in the kernel."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -104,3 +106,36 @@ def test_answer_of_a_command_to_the_persister_that_is_cancelled_is_closed() -> N
 
     asyncio.run(run())
     assert is_closed(reading)
+
+
+class StuckProcess:
+    """A killed process that ends when a test says so."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def poll(self) -> int | None:
+        return -9 if self.may_end.is_set() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.may_end.wait(timeout)
+        return -9
+
+
+def test_callers_that_give_up_waiting_for_a_stuck_process_keep_no_thread():
+    async def run() -> None:
+        child, stuck = ChildProcess("mover", ["-c", "pass"]), StuckProcess()
+        child._ended = cast(Any, stuck)
+        before = threading.active_count()
+        try:
+            for _ in range(3):  # the first one waits for the process, the others behind it
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(child.wait_ended(), 0.1)
+            assert threading.active_count() == before and child.lingers
+        finally:
+            stuck.may_end.set()
+        await child.wait_ended()
+
+    asyncio.run(run())
