@@ -1,4 +1,4 @@
-"""A child whose caller has given up: its answer, and its end if it waits for a device in the kernel."""
+"""A child whose caller gave up: its answer is closed, and a stuck process costs no thread."""
 
 from __future__ import annotations
 
