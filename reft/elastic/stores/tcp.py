@@ -74,7 +74,12 @@ class TcpBackend(RendezvousBackend):
             current = self.get_state()
             return None if current is None else (*current, False)
         self._beat()
-        held = self._call("compare_set", self._key, NOTHING if token is None else token, state)
+        expected = NOTHING if token is None else token
+        held = self._call("compare_set", self._key, expected, state)
+        if held == expected != state and self.get_state() is None:
+            # Of a missing key TCPStore says that it holds what was expected. Now there is a key
+            # again, so the next write of a caller that expects no state succeeds.
+            return None
         return None if held == NOTHING else (held, held, held == state)
 
     def _beat(self) -> None:
