@@ -221,6 +221,23 @@ def test_a_node_whose_workers_end_first_is_not_missed(make):
     assert len(agents.workers()) == 2, agents.story()
 
 
+def test_after_a_worker_failed_a_spare_stays_a_spare(make):
+    agents = make("--nnodes=2", "--rdzv-id=job", "--monitor-interval=0.02", conf=SHORT)
+    first = agents.start("a", "--local-addr=127.0.0.1")
+    agents.start("b", "--local-addr=127.0.0.2")
+    before = agents.ranks(2)
+    agents.start("s", "--local-addr=127.0.0.3")
+    until(lambda: state_of(agents).redundancy_list, 60, "the spare to be listed")
+    (pid,) = [row[1] for row in agents.workers() if row[0] == "a"]
+    os.kill(pid, signal.SIGKILL)
+    assert agents.ranks(2, after=2) == before
+    began_at = loops(psutil.Process(first.pid))
+    until(lambda: loops(psutil.Process(first.pid)) > began_at + 50, 30, "some loops of an agent")
+    agents.finish()
+    assert [agent.wait(60) for agent in agents.agents] == [0, 0, 0], agents.story()
+    assert len(agents.workers()) == 4, agents.story()
+
+
 @pytest.mark.skipif(bool(etcd.why_not()), reason=etcd.why_not())
 def test_agents_continue_when_the_leader_of_etcd_dies(tmp_path):
     with etcd.EtcdCluster(3) as cluster:

@@ -375,6 +375,55 @@ def test_a_late_spare_that_shuts_down_does_not_end_the_job(make_job):
     assert not job.shared.state.closed
 
 
+# More agents than --nnodes
+
+
+def test_a_spare_stays_a_spare_if_all_others_restart(make_job):
+    job = make_job("2")
+    a, b, spare = (job.agent(f"node-{name}") for name in "abs")
+    assert job.ranks(a, b) == [0, 1]
+    job.join(spare)
+    until(lambda: spare._node in job.shared.state.redundancy_list, what="the spare to be listed")
+    for first, second in ((a, b), (b, a)):
+        (waiting,) = job.join(first)  # its worker failed, so it leaves the round
+        until(lambda: spare._node in job.shared.state.wait_list, what="the spare to wait for the place")
+        job.ranks(second)
+        waiting.result(20)
+        state = job.shared.state
+        assert state.participants == {a._node: 0, b._node: 1}
+        assert spare._node in state.redundancy_list and not state.wait_list
+        assert a.num_nodes_waiting() == b.num_nodes_waiting() == 0, "otherwise workers restart for ever"
+
+
+def test_a_newcomer_waits_while_the_nodes_of_the_round_before_may_come(make_job):
+    job = make_job("2", keep_alive_interval=1, keep_alive_max_attempt=2)
+    state, now = SharedState(), datetime.now(timezone.utc)
+    slow = [_NodeDesc(f"127.0.0.{number}", number, 0) for number in (1, 2)]  # they wait, and never join
+    state.launch, state.wait_list, state.last_heartbeats = "launch", set(slow), dict.fromkeys(slow, now)
+    state.facts = {node: AgentFacts(home=f"home-{node.pid}") for node in slow}
+    state.places = [PreviousRank(0, Participant(str(slow[0]))), PreviousRank(1, Participant("earlier", "home-2"))]
+    job.shared.set_state(encode(state))
+    newcomer = job.agent("node-n")
+    job.join(newcomer)
+    until(lambda: newcomer._node in job.shared.state.wait_list, what="the newcomer to wait")
+    assert set(job.shared.state.wait_list) == {*slow, newcomer._node} and not job.shared.state.participants
+    # Once the slow ones are forgotten for their silence there is a place.
+    until(lambda: newcomer._node in job.shared.state.participants, 30, "the newcomer to join")
+    assert not job.shared.state.wait_list
+
+
+def test_a_node_comes_back_under_another_agent_and_does_not_wait(make_job):
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a, b) == [0, 1]
+    back = job.agent("node-a", number=200)
+    state = job.shared.state
+    back._holder._state = back._inner._op_executor._state = state
+    state.complete, state.participants = False, {}
+    state.wait_list = {a._node, b._node}
+    assert not back._inner._op_executor._yields()
+
+
 # Silence, by this agent's own clock
 
 
