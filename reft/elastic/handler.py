@@ -176,7 +176,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             # torch's agent does not handle this error: it would fail with an AttributeError.
             say("this node was a spare and was not needed: the job has ended.")
             raise SystemExit(0) from error
-        self._is_reaper_current = False
+        self._is_reaper_current, self._last_line = False, ""
         state = self._holder.state
         names = {node: state.facts[node].name or str(node) for node in state.participants}
         self._round = WorkerRound(state.round, names, self._announce_round(state))

@@ -375,6 +375,17 @@ def test_a_late_spare_that_shuts_down_does_not_end_the_job(make_job):
     assert not job.shared.state.closed
 
 
+def test_the_reason_of_a_restart_is_said_in_each_round(make_job, capfd):
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    for _ in range(2):
+        a._holder._is_gone = lambda facts, seen_s: False
+        assert job.ranks(a, b) == [0, 1]
+        lose(job, b)
+        await_restart_reason(a)
+        assert "lost node: 1. Workers restart now." in capfd.readouterr().err
+
+
 # More agents than --nnodes
 
 
