@@ -41,6 +41,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, RendezvousSettings
 
 from reft.core.membership.sticky_ranks import PreviousRank, assign
@@ -170,10 +171,18 @@ class StateHolder(RendezvousStateHolder):
         return bool(self.sync())
 
     def leave(self) -> None:
-        """Removes this node from the shared state. The next launch then need not wait for it."""
+        """Removes this node from the shared state. The next launch then need not wait for it.
+
+        Raises:
+            RendezvousTimeoutError: other agents, or a stranger, always wrote first.
+        """
+        close_s = self._settings.timeout.close.total_seconds()
+        end = time.monotonic() + close_s
         self.sync(fresh=True)
         while self._node in self._state.everyone():
-            self._state.drop(self._node)
+            if time.monotonic() > end:
+                raise RendezvousTimeoutError(f"the state could not be written within close_timeout ({close_s:.0f} s).")
+            self._drop(self._node)
             self.replace(self._state)
 
     def _remove_gone(self, was_late: bool) -> None:
@@ -190,11 +199,14 @@ class StateHolder(RendezvousStateHolder):
             is_known_gone = self._is_gone(state.facts.get(node, AgentFacts()), last.new_s)
             if not is_known_gone and now_s - last.silent_s <= self._expiry_s:
                 continue
-            was_participant = node in state.participants
-            state.drop(node)
-            if was_participant:
-                finish_removal(state, self._settings)
+            self._drop(node)
             self._dirty = True  # write the removal, so that not every agent must find it out
+
+    def _drop(self, node: NodeDesc) -> None:
+        was_participant = node in self._state.participants
+        self._state.drop(node)
+        if was_participant:
+            finish_removal(self._state, self._settings)
 
 
 class Executor(OpExecutor):

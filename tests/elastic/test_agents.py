@@ -238,6 +238,22 @@ def test_after_a_worker_failed_a_spare_stays_a_spare(make):
     assert len(agents.workers()) == 4, agents.story()
 
 
+def test_an_agent_that_died_while_it_waited_ends_no_launch(make):
+    agents = make("--nnodes=2", "--rdzv-id=job", conf=f"{SHORT},read_timeout=5")
+    dead = agents.start("dead", "--local-addr=127.0.0.9")
+    until(lambda: "is process" in agents.log("dead").read_text() or dead.poll() is not None, 60, "the store")
+    until(lambda: state_of(agents).participants, 60, "the agent that waits")
+    # The others would see that a process of this machine has ended, but not one of another machine.
+    os.kill(dead.pid, signal.SIGSTOP)
+    agents.start("a", "--local-addr=127.0.0.1")
+    until(lambda: state_of(agents).complete, 60, "the round with the dead agent")
+    agents.start("b", "--local-addr=127.0.0.2")
+    assert agents.ranks(2) == {"a": 0, "b": 1}
+    agents.finish()
+    assert [agent.wait(60) for agent in agents.agents[1:]] == [0, 0], agents.story()
+    assert len(agents.workers()) == 2, agents.story()
+
+
 @pytest.mark.skipif(bool(etcd.why_not()), reason=etcd.why_not())
 def test_agents_continue_when_the_leader_of_etcd_dies(tmp_path):
     with etcd.EtcdCluster(3) as cluster:

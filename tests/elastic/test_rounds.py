@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousStateError,
+    RendezvousTimeoutError,
     dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, create_handler
@@ -27,6 +28,7 @@ from reft.elastic.handler import ReftRendezvousHandler
 from reft.elastic.heartbeat_client import RoundMembers
 from reft.elastic.rounds import StateHolder
 from reft.elastic.shared_state import PLAIN, TEXT_MAX, AgentFacts, SharedState, decode, encode
+from reft.elastic.stores.sealed import ForeignEntry
 from reft.errors import ConfigError
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
@@ -433,6 +435,100 @@ def test_a_node_comes_back_under_another_agent_and_does_not_wait(make_job):
     state.complete, state.participants = False, {}
     state.wait_list = {a._node, b._node}
     assert not back._inner._op_executor._yields()
+
+
+# Agents that die between the join and the first exchange
+
+
+def die(agent):
+    """Acts as if the agent's machine were gone: it looks at the state no more."""
+    agent._inner._stop_heartbeats()
+
+    def sync(*_, **__):
+        raise SystemExit
+
+    agent._holder.sync = sync
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_round_with_a_node_that_died_while_it_was_open_is_left(make_job, rank, capfd):
+    job = make_job("2", keep_alive_interval=1, keep_alive_max_attempt=2)
+    job.store.set_timeout(timedelta(seconds=3))  # stands for read_timeout
+    dead = job.agent("node-x", number=(100, 200)[rank])
+    job.join(dead)
+    until(lambda: job.shared.data and has_joined(job, dead), what="the agent that dies")
+    die(dead)
+    a, b = job.agent("node-a"), job.agent("node-b")
+    (first,) = job.join(a)
+    until(lambda: set(job.shared.state.participants) == {dead._node, a._node}, what="the round with the dead node")
+    assert job.shared.state.complete and job.shared.state.participants[dead._node] == rank
+    (second,) = job.join(b)
+    assert [first.result(30).rank, second.result(30).rank] == [1 - rank, rank]
+    assert first.result().world_size == 2 and set(job.shared.state.participants) == {a._node, b._node}
+    assert "This node joins the next one." in capfd.readouterr().err
+
+
+def test_a_node_that_lives_and_does_not_come_is_waited_for_within_join_timeout(make_job):
+    job = make_job("2", join_timeout=2)
+    a, b = job.agent("node-a"), job.agent("node-b")
+    stuck = threading.Event()
+    b._inner._get_store = lambda: stuck.wait(30)  # torch calls it after the join
+    waiting = job.join(a, b)
+    with pytest.raises(RendezvousTimeoutError, match=r"agent of group rank 1 .* within join_timeout"):
+        waiting[0].result(20)
+    stuck.set()
+
+
+def test_a_foreign_value_ends_the_agent(make_job):
+    job = make_job("2")
+    a = job.agent("node-a")
+
+    def foreign():
+        raise ForeignEntry("MASTER_ADDR was not made with this agent's job key")
+
+    a._inner.next_rendezvous = foreign
+    with pytest.raises(ForeignEntry):
+        a.next_rendezvous()
+
+
+def test_an_agent_that_is_interrupted_while_it_waits_leaves(make_job):
+    job = make_job("2")
+    a = job.agent("node-a")
+    (waiting,) = job.join(a)
+    until(lambda: job.shared.data and has_joined(job, a), what="the agent in the open round")
+    sync = a._holder.sync
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    a._holder.sync = interrupted
+    assert isinstance(waiting.exception(20), KeyboardInterrupt)
+    a._holder.sync = sync
+    assert a.shutdown()
+    assert not job.shared.state.everyone() and not job.shared.state.closed
+
+
+def test_an_interrupted_agent_does_not_wait_for_a_silent_store(make_job, monkeypatch):
+    monkeypatch.setattr(handler, "SILENCE_S", 0.1)
+    job = make_job("2")
+    a = job.agent("node-a")
+    (waiting,) = job.join(a)
+    until(lambda: job.shared.data and has_joined(job, a), what="the agent in the open round")
+    job.shared.answers.clear()
+    assert a.shutdown() and not waiting.done()
+    assert "reft-leave" in {thread.name for thread in threading.enumerate()}, "it still waits for the store"
+    job.shared.answers.set()
+
+
+def test_waiting_nodes_begin_the_next_round_if_the_last_member_leaves_this_one(make_job):
+    job = make_job("1")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a) == [0]
+    (waiting,) = job.join(b)
+    until(lambda: job.shared.state.redundancy_list, what="the spare to be listed")
+    a._round = replace(a._round, number=-1)  # as if it were interrupted before it had its first workers
+    assert a.shutdown()
+    assert waiting.result(20).rank == 0
 
 
 # Silence, by this agent's own clock
