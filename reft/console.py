@@ -6,6 +6,7 @@ name. Then nobody could tell that "rank 0 skips snapshots" comes from reft, so r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -16,8 +17,11 @@ def say(text: str) -> None:
     """Writes lines to stderr, each with the name of reft before it.
 
     Names of nodes and reasons of errors come from other nodes: characters of control are escaped.
+    Where stderr takes nothing, for example on a full disk, the lines are lost.
     """
-    print("\n".join(f"[reft] {escape(line)}" for line in text.split("\n")), file=sys.stderr, flush=True)
+    # A line that can't be shown must not end the launch or the trainer that says it.
+    with contextlib.suppress(OSError, ValueError):
+        print("\n".join(f"[reft] {escape(line)}" for line in text.split("\n")), file=sys.stderr, flush=True)
 
 
 class _Bare(logging.Handler):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import subprocess
 import sys
 
@@ -35,3 +37,20 @@ def test_each_line_of_a_message_has_the_name_of_reft(capfd):
 def test_names_from_elsewhere_give_no_orders_to_a_terminal(capfd):
     say("node \x1b[2Ja\r\x9b31m\u202e is silent")
     assert capfd.readouterr().err == "[reft] node \\x1b[2Ja\\r\\x9b31m\\u202e is silent\n"
+
+
+class Full(io.StringIO):
+    """Takes no line, as a file on a full disk."""
+
+    def write(self, _: str) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+
+def test_a_line_that_stderr_does_not_take_is_lost(monkeypatch):
+    """Neither a full disk nor a closed file ends the agent or the trainer that says something."""
+    closed = io.StringIO()
+    closed.close()
+    for stream in (Full(), closed):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            say("node a: lost.")

@@ -2,6 +2,7 @@
 
     create             options ─► daemon of this node (started if none runs) ─► store ─► handler
     next_rendezvous    begin a launch if no agent is there ─► torch's join ─► new store for workers
+                       ─► are all members there? no: torch's join again
     num_nodes_waiting  asked ten times a second. Above 0 torch restarts the workers: a node waits, a
                        node of this round is gone, or the daemon reports UNHEALTHY or OFFLINE
 
@@ -19,15 +20,19 @@ the launch before have ended.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 import secrets
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -35,6 +40,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs
@@ -44,6 +50,7 @@ from reft.core.membership.agent_policy import AgentReaction
 from reft.core.membership.failure_detector import AgentPhase
 from reft.elastic.entry_seal import EntrySeal
 from reft.elastic.heartbeat_client import HeartbeatClient, RoundMembers
+from reft.elastic.meeting import meet
 from reft.elastic.node import OwnDaemon, free_under_slurm, has_ended, resolve_node
 from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
 from reft.elastic.orphan_reaper import OrphanReaper
@@ -51,7 +58,7 @@ from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
 from reft.elastic.shared_state import AgentFacts, SharedState
 from reft.elastic.store_poller import StorePoller
 from reft.elastic.stores import etcd, tcp
-from reft.elastic.stores.sealed import SealedStore
+from reft.elastic.stores.sealed import ForeignEntry, SealedStore
 from reft.elastic.torch_internals import (
     CACHES,
     NodeDesc,
@@ -165,22 +172,59 @@ class ReftRendezvousHandler(RendezvousHandler):
         return "reft"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        forget_worker_store(self._inner)
         self._report_stopping()
         self._settle()
         if self._round.number < 0:
             self._begin_launch()
         try:
-            info = self._inner.next_rendezvous()
+            info, state = self._join()
         except RendezvousGracefulExitError as error:
             # torch's agent does not handle this error: it would fail with an AttributeError.
             say("this node was a spare and was not needed: the job has ended.")
             raise SystemExit(0) from error
-        self._is_reaper_current = False
-        state = self._holder.state
+        self._is_reaper_current, self._last_line = False, ""
         names = {node: state.facts[node].name or str(node) for node in state.participants}
         self._round = WorkerRound(state.round, names, self._announce_round(state))
         return info
+
+    def _join(self) -> tuple[RendezvousInfo, SharedState]:
+        """Joins a round whose members are all there; returns the state with these members.
+
+        Raises:
+            RendezvousError: torch's join failed, or no such round came within join_timeout after
+                the first one.
+        """
+        end_s = math.inf
+        while True:
+            forget_worker_store(self._inner)
+            info = None
+            try:
+                info = self._inner.next_rendezvous()
+            except ForeignEntry:
+                raise
+            except DistStoreError:
+                why = "the first node of the new round did not come"
+            # Not from the start: a spare waits for its first round without a limit.
+            end_s = min(end_s, time.monotonic() + self._inner.settings.timeout.join.total_seconds())
+            if info:
+                state = self._holder.state
+                # One that is missing in this state would not be missed later.
+                has_all = len(state.participants) == info.world_size
+                if has_all and meet(info, functools.partial(self._is_intact, info), end_s):
+                    return info, state
+                why = "a node of the new round is gone"
+            if time.monotonic() > end_s:
+                raise RendezvousTimeoutError(f"{why}, and join_timeout is over. Start the launch again.")
+            self._say(f"{why}. This node joins the next one.")
+
+    def _is_intact(self, info: RendezvousInfo) -> bool:
+        """Returns whether all members of the round are still in it.
+
+        Members of a complete round only leave it, and none comes back into it.
+        """
+        self._inner.num_nodes_waiting()  # reads the state, if it was not read a moment ago
+        members = self._holder.state.participants
+        return self._node in members and len(members) == info.world_size
 
     def _announce_round(self, state: SharedState) -> RoundMembers | None:
         """Tells this node's workers and daemon which round runs now.
@@ -302,6 +346,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             self._warm.close()
         if self._round.number < 0:  # an agent that never took part must not end the job
             stop_heartbeats(self._inner)
+            self._leave()
             return True
         has_finished = sys.exc_info()[0] is None
         if self._heartbeat_client and self._round.members:
@@ -315,6 +360,22 @@ class ReftRendezvousHandler(RendezvousHandler):
         if has_finished and self._daemon and self._daemon[1].unattended and self._round.members:
             free_under_slurm(self._daemon[0], self._round.members.job)
         return is_closed
+
+    def _leave(self) -> None:
+        """Removes this node from the rendezvous, so that no round counts on it.
+
+        It does not wait for a silent store: the user may have interrupted this agent.
+        """
+        holder = self._holder
+
+        def leave() -> None:
+            with contextlib.suppress(RendezvousError):  # the other agents will miss its keep-alives
+                holder.leave()
+
+        if self._node in holder.state.everyone():
+            leaving = threading.Thread(target=leave, name="reft-leave", daemon=True)
+            leaving.start()
+            leaving.join(SILENCE_S)
 
 
 def create(parameters: RendezvousParameters) -> Any:

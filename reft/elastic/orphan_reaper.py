@@ -23,8 +23,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
 from reft.config import child_environment
 from reft.wire.process import Process, stat_of
 
@@ -43,16 +41,15 @@ class OrphanReaper:
             cwd="/",
             env=child_environment(),
         )
-        self._earlier_children = {child.pid for child in psutil.Process().children()}
+        self._earlier_children = _children()
 
     def look(self) -> None:
         """Sends the reaper the workers that this agent has now."""
-        children = {child.pid for child in psutil.Process().children()} - self._earlier_children
-        workers = {pid for pid in children if not _outlives_the_agent(pid)}
         assert self._process.stdin is not None
         # Errors are ignored. If the reaper was killed, the agent behaves as torch's own. If no file
         # descriptor is free, the reaper keeps the list of the last round.
         with contextlib.suppress(OSError):
+            workers = {pid for pid in _children() - self._earlier_children if not _outlives_the_agent(pid)}
             marks = [f"{pid}/{facts.start}" for pid in sorted(workers) if (facts := stat_of(pid))]
             self._process.stdin.write(" ".join(marks).encode() + b"\n")
             self._process.stdin.flush()
@@ -66,11 +63,31 @@ class OrphanReaper:
         self._process.wait()
 
 
+def _children() -> set[int]:
+    """Returns the pids of this process's children.
+
+    Raises:
+        OSError: they can't be read now, for example because no descriptor is free.
+    """
+    children = set()
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        # With hidepid=1 other users' processes are listed, and can't be read. They are no children.
+        with contextlib.suppress(PermissionError):
+            facts = stat_of(pid)
+            if facts and facts.parent == os.getpid():
+                children.add(pid)
+    return children
+
+
 def _outlives_the_agent(pid: int) -> bool:
-    """Returns whether a child is a daemon or a resource tracker, or has ended."""
+    """Returns whether a child is a daemon or a resource tracker, or has ended.
+
+    Raises:
+        OSError: it can't be read now.
+    """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
     return b"reft_daemon" in words or any(b"multiprocessing.resource_tracker" in word for word in words)
 

@@ -26,6 +26,10 @@ torch's operations and timeouts stay. What differs is numbered below.
    the caller. That takes tens of milliseconds between reading and writing the state, and other
    agents write first. Here an event has the name of the class, and its message names the action.
 8. A node is refused when it joins if its daemon and those of the job could not call each other.
+9. A newcomer waits while nodes that had a rank in the round before can fill the new one. Otherwise
+   a spare would take a living node's rank whenever it is faster.
+10. Who waits when a round is complete with all of --nnodes becomes a spare. torch leaves it on the
+    wait list, and then all workers would be restarted again and again for a node without a place.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, RendezvousSettings
 
 from reft.core.membership.sticky_ranks import PreviousRank, assign
@@ -49,6 +54,7 @@ from reft.elastic.torch_internals import (
     RendezvousContext,
     RendezvousStateHolder,
     finish_removal,
+    is_beat_due,
 )
 
 POLL_S = 0.2
@@ -165,10 +171,18 @@ class StateHolder(RendezvousStateHolder):
         return bool(self.sync())
 
     def leave(self) -> None:
-        """Removes this node from the shared state. The next launch then need not wait for it."""
+        """Removes this node from the shared state. The next launch then need not wait for it.
+
+        Raises:
+            RendezvousTimeoutError: other agents, or a stranger, always wrote first.
+        """
+        close_s = self._settings.timeout.close.total_seconds()
+        end = time.monotonic() + close_s
         self.sync(fresh=True)
         while self._node in self._state.everyone():
-            self._state.drop(self._node)
+            if time.monotonic() > end:
+                raise RendezvousTimeoutError(f"the state could not be written within close_timeout ({close_s:.0f} s).")
+            self._drop(self._node)
             self.replace(self._state)
 
     def _remove_gone(self, was_late: bool) -> None:
@@ -185,11 +199,14 @@ class StateHolder(RendezvousStateHolder):
             is_known_gone = self._is_gone(state.facts.get(node, AgentFacts()), last.new_s)
             if not is_known_gone and now_s - last.silent_s <= self._expiry_s:
                 continue
-            was_participant = node in state.participants
-            state.drop(node)
-            if was_participant:
-                finish_removal(state, self._settings)
+            self._drop(node)
             self._dirty = True  # write the removal, so that not every agent must find it out
+
+    def _drop(self, node: NodeDesc) -> None:
+        was_participant = node in self._state.participants
+        self._state.drop(node)
+        if was_participant:
+            finish_removal(self._state, self._settings)
 
 
 class Executor(OpExecutor):
@@ -216,7 +233,7 @@ class Executor(OpExecutor):
 
         def handler(context: RendezvousContext, until: float) -> Action:
             pause_s = FIRST_POLL_S
-            while (action := state_handler(context, until)) == Action.SYNC:
+            while (action := self._patient(state_handler(context, until), context)) == Action.SYNC:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._poll_s)
                 self._holder.sync(fresh=True)
@@ -225,6 +242,31 @@ class Executor(OpExecutor):
             return action
 
         super().run(handler, deadline, update_deadline)
+
+    def _patient(self, action: Action, context: RendezvousContext) -> Action:
+        """Returns the action; in the place of joining, waiting, while this node must wait (9)."""
+        if action != Action.ADD_TO_PARTICIPANTS or not self._yields():
+            return action
+        if self._node not in self._state.wait_list:  # so that the other agents know of this one
+            return Action.ADD_TO_WAIT_LIST
+        return Action.KEEP_ALIVE if is_beat_due(context) else Action.SYNC
+
+    def _yields(self) -> bool:
+        """Returns whether the participants, and waiting nodes with an earlier rank, fill the round.
+
+        A waiting node that has died is removed for its silence, and then this one joins.
+        """
+        state = self._state
+        agents = {place.member.agent for place in state.places}
+        homes = {place.member.home for place in state.places} - {""}
+
+        def had_rank(node: NodeDesc) -> bool:
+            return str(node) in agents or member(state, node).home in homes
+
+        # This node's home is in the state only once it has signed in.
+        if str(self._node) in agents or self._facts.home in homes:
+            return False
+        return len(state.participants) + sum(map(had_rank, state.wait_list)) >= self._settings.max_nodes
 
     def _keep_alive(self) -> None:
         """Signs this node in, and at each sign of life again.
@@ -256,3 +298,6 @@ class Executor(OpExecutor):
             state.participants[nodes[participant]] = rank
         ordered = sorted(ranks.items(), key=lambda item: item[1])
         state.places = [PreviousRank(rank, participant) for participant, rank in ordered]
+        if len(nodes) >= self._settings.max_nodes:
+            state.redundancy_list |= state.wait_list
+            state.wait_list.clear()

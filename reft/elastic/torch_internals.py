@@ -44,7 +44,7 @@ REQUIRED = _table(
     TRIED,
     {
         RENDEZVOUS + "dynamic_rendezvous": "_Action _DistributedRendezvousOpExecutor _NodeDesc "
-        "_remove_participant_epilogue _RendezvousContext _RendezvousState _RendezvousStateHolder",
+        "_remove_participant_epilogue _RendezvousContext _RendezvousState _RendezvousStateHolder _should_keep_alive",
         RENDEZVOUS + "dynamic_rendezvous:DynamicRendezvousHandler": "_this_node _state_holder _op_executor _record "
         "_stop_heartbeats",
         RENDEZVOUS + "dynamic_rendezvous:_BackendRendezvousStateHolder": "_backend",
@@ -126,6 +126,7 @@ OpExecutor: TypeAlias = dynamic_rendezvous._DistributedRendezvousOpExecutor
 RendezvousContext: TypeAlias = dynamic_rendezvous._RendezvousContext
 RendezvousState: TypeAlias = dynamic_rendezvous._RendezvousState
 RendezvousStateHolder: TypeAlias = dynamic_rendezvous._RendezvousStateHolder
+is_beat_due = dynamic_rendezvous._should_keep_alive
 finish_removal = dynamic_rendezvous._remove_participant_epilogue
 is_own_hostname = utils._matches_machine_hostname
 

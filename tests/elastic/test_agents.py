@@ -10,9 +10,12 @@ from contextlib import closing
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from reft.cli.demo.cluster import free_port
 from reft.config import child_environment
+from reft.elastic.shared_state import SharedState, decode
+from reft.elastic.stores.tcp import TcpBackend
 from reft.wire import rpc
 from reft.wire.job_key import JobKey
 from reft.wire.v1 import daemon_pb2 as pb
@@ -21,6 +24,9 @@ from tests.support import etcd
 from tests.support.daemons import ROOT, DaemonProcess, purge_and_stop, until
 from tests.support.rendezvous import Agents
 
+SHORT = (
+    "daemon=off,last_call_timeout=1,close_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,store_idle_exit=10"
+)
 QUICK = "last_call_timeout=1,close_timeout=5,keep_alive_interval=2,store_idle_exit=10"
 
 
@@ -50,6 +56,18 @@ def store_of(agents) -> psutil.Process:
         except psutil.Error:
             continue
     raise AssertionError(agents.story())
+
+
+def state_of(agents) -> SharedState:
+    """Returns the state of --rdzv-id=job; an empty one while there is none."""
+    port = int(next(flag for flag in agents.flags if "endpoint" in flag).rpartition(":")[2])
+    held = TcpBackend(TCPStore("127.0.0.1", port, is_master=False), "id.job").get_state()
+    return decode(held[0]) if held else SharedState()
+
+
+def loops(process: psutil.Process) -> int:
+    """Returns a number that grows with each loop of an agent, which sleeps between two."""
+    return int(process.num_ctx_switches().voluntary)
 
 
 def test_a_job_survives_the_agent_that_started_the_store(make):
@@ -121,6 +139,22 @@ def test_an_unused_store_exits(tmp_path):
     assert host.wait(60) == 0
 
 
+def test_the_store_takes_as_many_connections_as_the_system_permits():
+    """Each agent has two, and a shell often permits 1024 open files."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    words = f"exec {sys.executable} -m reft.elastic.stores.store_host --port {free_port()} --idle-exit 60"
+    command = ["sh", "-c", f"ulimit -Sn 256 && {words}"]
+    host = subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(PYTHONPATH=path), cwd="/")
+    try:
+        with host.stdout as output:
+            assert output.readline() == b"ready\n"
+        soft, hard = psutil.Process(host.pid).rlimit(psutil.RLIMIT_NOFILE)
+        assert soft == hard > 256
+    finally:
+        host.kill()
+        host.wait()
+
+
 @pytest.mark.slow
 def test_two_unnamed_jobs_on_one_store_stay_apart(make, tmp_path):
     agents = make("--nnodes=1")
@@ -158,8 +192,8 @@ def test_workers_of_a_killed_agent_end_and_its_successor_takes_its_rank(make):
     began = len(agents.workers())
     # The agent sends the workers to the orphan reaper in its next loop. It sleeps between two
     # loops.
-    switches = psutil.Process(killed.pid).num_ctx_switches().voluntary
-    until(lambda: psutil.Process(killed.pid).num_ctx_switches().voluntary > switches + 50, 30, "the agent's next loop")
+    began_at = loops(psutil.Process(killed.pid))
+    until(lambda: loops(psutil.Process(killed.pid)) > began_at + 50, 30, "the agent's next loop")
     killed.kill()
     killed.wait()
     until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE, 30, "the end of the orphan")
@@ -167,6 +201,57 @@ def test_workers_of_a_killed_agent_end_and_its_successor_takes_its_rank(make):
     assert agents.ranks(2, after=began) == {"a": 0, "b": 1}
     agents.finish()
     assert [agents.agents[i].wait(60) for i in (0, 2)] == [0, 0], agents.story()
+
+
+def test_a_node_whose_workers_end_first_is_not_missed(make):
+    """torch's agent then waits for the others in one call of the store."""
+    agents = make("--nnodes=2", "--rdzv-id=job", conf=SHORT)
+    agents.start("a", "--local-addr=127.0.0.1")
+    agents.start("b", "--local-addr=127.0.0.2")
+    assert agents.ranks(2) == {"a": 0, "b": 1}
+    (worker,) = [row[1] for row in agents.workers() if row[0] == "b"]
+    agents.finish("b")
+    until(lambda: not psutil.pid_exists(worker), 30, "the end of b's worker")
+    (b,) = [node for node, rank in state_of(agents).participants.items() if rank == 1]
+    beats = set()
+    # Longer than an agent may be silent. The first one may be from before the wait.
+    until(lambda: beats.add(state_of(agents).last_heartbeats[b]) or len(beats) > 5, 30, "b's signs of life")
+    agents.finish("a")
+    assert [agent.wait(60) for agent in agents.agents] == [0, 0], agents.story()
+    assert len(agents.workers()) == 2, agents.story()
+
+
+def test_after_a_worker_failed_a_spare_stays_a_spare(make):
+    agents = make("--nnodes=2", "--rdzv-id=job", "--monitor-interval=0.02", conf=SHORT)
+    first = agents.start("a", "--local-addr=127.0.0.1")
+    agents.start("b", "--local-addr=127.0.0.2")
+    before = agents.ranks(2)
+    agents.start("s", "--local-addr=127.0.0.3")
+    until(lambda: state_of(agents).redundancy_list, 60, "the spare to be listed")
+    (pid,) = [row[1] for row in agents.workers() if row[0] == "a"]
+    os.kill(pid, signal.SIGKILL)
+    assert agents.ranks(2, after=2) == before
+    began_at = loops(psutil.Process(first.pid))
+    until(lambda: loops(psutil.Process(first.pid)) > began_at + 50, 30, "some loops of an agent")
+    agents.finish()
+    assert [agent.wait(60) for agent in agents.agents] == [0, 0, 0], agents.story()
+    assert len(agents.workers()) == 4, agents.story()
+
+
+def test_an_agent_that_died_while_it_waited_ends_no_launch(make):
+    agents = make("--nnodes=2", "--rdzv-id=job", conf=f"{SHORT},read_timeout=5")
+    dead = agents.start("dead", "--local-addr=127.0.0.9")
+    until(lambda: "is process" in agents.log("dead").read_text() or dead.poll() is not None, 60, "the store")
+    until(lambda: state_of(agents).participants, 60, "the agent that waits")
+    # The others would see that a process of this machine has ended, but not one of another machine.
+    os.kill(dead.pid, signal.SIGSTOP)
+    agents.start("a", "--local-addr=127.0.0.1")
+    until(lambda: state_of(agents).complete, 60, "the round with the dead agent")
+    agents.start("b", "--local-addr=127.0.0.2")
+    assert agents.ranks(2) == {"a": 0, "b": 1}
+    agents.finish()
+    assert [agent.wait(60) for agent in agents.agents[1:]] == [0, 0], agents.story()
+    assert len(agents.workers()) == 2, agents.story()
 
 
 @pytest.mark.skipif(bool(etcd.why_not()), reason=etcd.why_not())

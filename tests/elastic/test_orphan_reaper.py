@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 
 from reft.config import Config
+from reft.elastic import orphan_reaper
 from reft.elastic.orphan_reaper import OrphanReaper
 from reft.wire import daemon_launcher
 
@@ -56,6 +58,49 @@ def test_a_closed_reaper_kills_no_worker():
         reaper.look()
         reaper.close()
         assert reaper._process.returncode == 0 and worker.poll() is None
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_processes_that_can_not_be_read_are_no_children(monkeypatch):
+    """As with hidepid=1, where the kernel lists other users' processes and refuses to show them."""
+    real = orphan_reaper.stat_of
+
+    def stat_of(pid):
+        if pid == 1:
+            raise PermissionError(errno.EPERM, "hidden")
+        return real(pid)
+
+    monkeypatch.setattr(orphan_reaper, "stat_of", stat_of)
+    reaper = OrphanReaper()
+    worker = subprocess.Popen(SLEEPS, start_new_session=True)
+    try:
+        reaper.look()
+        reaper._process.stdin.close()
+        assert reaper._process.wait(30) == 0
+        assert worker.wait(30) == -9
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_without_a_free_descriptor_the_list_of_the_round_before_stays(monkeypatch):
+    reaper = OrphanReaper()
+    worker = subprocess.Popen(SLEEPS, start_new_session=True)
+
+    def full(*_):
+        raise OSError(errno.EMFILE, "no descriptor is free")
+
+    try:
+        reaper.look()
+        for name in ("listdir", "stat_of", "Path"):  # no descriptor from here on
+            with monkeypatch.context() as patch:
+                patch.setattr(orphan_reaper.os if name == "listdir" else orphan_reaper, name, full)
+                reaper.look()
+        reaper._process.stdin.close()
+        assert reaper._process.wait(30) == 0
+        assert worker.wait(30) == -9
     finally:
         worker.kill()
         worker.wait()

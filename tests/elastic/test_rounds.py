@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousStateError,
+    RendezvousTimeoutError,
     dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, create_handler
@@ -27,6 +28,7 @@ from reft.elastic.handler import ReftRendezvousHandler
 from reft.elastic.heartbeat_client import RoundMembers
 from reft.elastic.rounds import StateHolder
 from reft.elastic.shared_state import PLAIN, TEXT_MAX, AgentFacts, SharedState, decode, encode
+from reft.elastic.stores.sealed import ForeignEntry
 from reft.errors import ConfigError
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
@@ -373,6 +375,160 @@ def test_a_late_spare_that_shuts_down_does_not_end_the_job(make_job):
     assert job.ranks(a) == [0]
     assert spare.shutdown()
     assert not job.shared.state.closed
+
+
+def test_the_reason_of_a_restart_is_said_in_each_round(make_job, capfd):
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    for _ in range(2):
+        a._holder._is_gone = lambda facts, seen_s: False
+        assert job.ranks(a, b) == [0, 1]
+        lose(job, b)
+        await_restart_reason(a)
+        assert "lost node: 1. Workers restart now." in capfd.readouterr().err
+
+
+# More agents than --nnodes
+
+
+def test_a_spare_stays_a_spare_if_all_others_restart(make_job):
+    job = make_job("2")
+    a, b, spare = (job.agent(f"node-{name}") for name in "abs")
+    assert job.ranks(a, b) == [0, 1]
+    job.join(spare)
+    until(lambda: spare._node in job.shared.state.redundancy_list, what="the spare to be listed")
+    for first, second in ((a, b), (b, a)):
+        (waiting,) = job.join(first)  # its worker failed, so it leaves the round
+        until(lambda: spare._node in job.shared.state.wait_list, what="the spare to wait for the place")
+        job.ranks(second)
+        waiting.result(20)
+        state = job.shared.state
+        assert state.participants == {a._node: 0, b._node: 1}
+        assert spare._node in state.redundancy_list and not state.wait_list
+        assert a.num_nodes_waiting() == b.num_nodes_waiting() == 0, "otherwise workers restart for ever"
+
+
+def test_a_newcomer_waits_while_the_nodes_of_the_round_before_may_come(make_job):
+    job = make_job("2", keep_alive_interval=1, keep_alive_max_attempt=2)
+    state, now = SharedState(), datetime.now(timezone.utc)
+    slow = [_NodeDesc(f"127.0.0.{number}", number, 0) for number in (1, 2)]  # they wait, and never join
+    state.launch, state.wait_list, state.last_heartbeats = "launch", set(slow), dict.fromkeys(slow, now)
+    state.facts = {node: AgentFacts(home=f"home-{node.pid}") for node in slow}
+    state.places = [PreviousRank(0, Participant(str(slow[0]))), PreviousRank(1, Participant("earlier", "home-2"))]
+    job.shared.set_state(encode(state))
+    newcomer = job.agent("node-n")
+    job.join(newcomer)
+    until(lambda: newcomer._node in job.shared.state.wait_list, what="the newcomer to wait")
+    assert set(job.shared.state.wait_list) == {*slow, newcomer._node} and not job.shared.state.participants
+    # Once the slow ones are forgotten for their silence there is a place.
+    until(lambda: newcomer._node in job.shared.state.participants, 30, "the newcomer to join")
+    assert not job.shared.state.wait_list
+
+
+def test_a_node_comes_back_under_another_agent_and_does_not_wait(make_job):
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a, b) == [0, 1]
+    back = job.agent("node-a", number=200)
+    state = job.shared.state
+    back._holder._state = back._inner._op_executor._state = state
+    state.complete, state.participants = False, {}
+    state.wait_list = {a._node, b._node}
+    assert not back._inner._op_executor._yields()
+
+
+# Agents that die between the join and the first exchange
+
+
+def die(agent):
+    """Acts as if the agent's machine were gone: it looks at the state no more."""
+    agent._inner._stop_heartbeats()
+
+    def sync(*_, **__):
+        raise SystemExit
+
+    agent._holder.sync = sync
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_round_with_a_node_that_died_while_it_was_open_is_left(make_job, rank, capfd):
+    job = make_job("2", keep_alive_interval=1, keep_alive_max_attempt=2)
+    job.store.set_timeout(timedelta(seconds=3))  # stands for read_timeout
+    dead = job.agent("node-x", number=(100, 200)[rank])
+    job.join(dead)
+    until(lambda: job.shared.data and has_joined(job, dead), what="the agent that dies")
+    die(dead)
+    a, b = job.agent("node-a"), job.agent("node-b")
+    (first,) = job.join(a)
+    until(lambda: set(job.shared.state.participants) == {dead._node, a._node}, what="the round with the dead node")
+    assert job.shared.state.complete and job.shared.state.participants[dead._node] == rank
+    (second,) = job.join(b)
+    assert [first.result(30).rank, second.result(30).rank] == [1 - rank, rank]
+    assert first.result().world_size == 2 and set(job.shared.state.participants) == {a._node, b._node}
+    assert "This node joins the next one." in capfd.readouterr().err
+
+
+def test_a_node_that_lives_and_does_not_come_is_waited_for_within_join_timeout(make_job):
+    job = make_job("2", join_timeout=2)
+    a, b = job.agent("node-a"), job.agent("node-b")
+    stuck = threading.Event()
+    b._inner._get_store = lambda: stuck.wait(30)  # torch calls it after the join
+    waiting = job.join(a, b)
+    with pytest.raises(RendezvousTimeoutError, match=r"agent of group rank 1 .* within join_timeout"):
+        waiting[0].result(20)
+    stuck.set()
+
+
+def test_a_foreign_value_ends_the_agent(make_job):
+    job = make_job("2")
+    a = job.agent("node-a")
+
+    def foreign():
+        raise ForeignEntry("MASTER_ADDR was not made with this agent's job key")
+
+    a._inner.next_rendezvous = foreign
+    with pytest.raises(ForeignEntry):
+        a.next_rendezvous()
+
+
+def test_an_agent_that_is_interrupted_while_it_waits_leaves(make_job):
+    job = make_job("2")
+    a = job.agent("node-a")
+    (waiting,) = job.join(a)
+    until(lambda: job.shared.data and has_joined(job, a), what="the agent in the open round")
+    sync = a._holder.sync
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    a._holder.sync = interrupted
+    assert isinstance(waiting.exception(20), KeyboardInterrupt)
+    a._holder.sync = sync
+    assert a.shutdown()
+    assert not job.shared.state.everyone() and not job.shared.state.closed
+
+
+def test_an_interrupted_agent_does_not_wait_for_a_silent_store(make_job, monkeypatch):
+    monkeypatch.setattr(handler, "SILENCE_S", 0.1)
+    job = make_job("2")
+    a = job.agent("node-a")
+    (waiting,) = job.join(a)
+    until(lambda: job.shared.data and has_joined(job, a), what="the agent in the open round")
+    job.shared.answers.clear()
+    assert a.shutdown() and not waiting.done()
+    assert "reft-leave" in {thread.name for thread in threading.enumerate()}, "it still waits for the store"
+    job.shared.answers.set()
+
+
+def test_waiting_nodes_begin_the_next_round_if_the_last_member_leaves_this_one(make_job):
+    job = make_job("1")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a) == [0]
+    (waiting,) = job.join(b)
+    until(lambda: job.shared.state.redundancy_list, what="the spare to be listed")
+    a._round = replace(a._round, number=-1)  # as if it were interrupted before it had its first workers
+    assert a.shutdown()
+    assert waiting.result(20).rank == 0
 
 
 # Silence, by this agent's own clock

@@ -362,7 +362,7 @@ def test_forked_workers_and_server_end_with_a_killed_agent(tmp_path):
         # The agent sends the workers to the orphan reaper in its next loop.
         switches = process.num_ctx_switches().voluntary
         until(lambda: process.num_ctx_switches().voluntary > switches + 50, 30, "the agent's next loop")
+        living = [each for each in below if "reft.elastic.stores.store_host" not in " ".join(each.cmdline())]
         agent.kill()
         agent.wait()
-        living = [each for each in below if "reft.elastic.stores.store_host" not in " ".join(each.cmdline())]
         until(lambda: not any(each.is_running() for each in living), 60, "the end of all processes")

@@ -92,7 +92,7 @@ LAYERS = {
     ),
     "reft.elastic": (
         *("handler", "rounds", "heartbeat_client", "node", "store_poller", "orphan_reaper", "stores", "warm"),
-        *("options", "entry_seal", "shared_state", "bounded_json", "torch_internals"),
+        *("options", "meeting", "entry_seal", "shared_state", "bounded_json", "torch_internals"),
     ),
     "reft.cli": (
         *(

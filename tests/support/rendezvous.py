@@ -24,7 +24,8 @@ from reft.config import child_environment
 from tests.support.daemons import ROOT, until
 from tests.support.trainers import FORKS
 
-# Writes a line into the folder named by its argument, and stays until a file `done` lies there.
+# Writes a line into the folder named by its argument, and stays until a file `done` or `done-NODE`
+# lies there.
 WORKER = """
 import os, sys, time
 folder = sys.argv[1]
@@ -32,7 +33,8 @@ me = [os.environ.get(name, "") for name in ("NODE", "RANK", "WORLD_SIZE", "REFT_
 line = " ".join([me[0], str(os.getpid()), *me[1:]])
 with open(os.path.join(folder, "workers"), "a") as out:
     out.write(line + "\\n")
-while not os.path.exists(os.path.join(folder, "done")):
+ends = [os.path.join(folder, name) for name in ("done", "done-" + me[0])]
+while not any(map(os.path.exists, ends)):
     time.sleep(0.05)
 """
 
@@ -120,9 +122,9 @@ class Agents:
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def finish(self) -> None:
-        """Makes all workers end."""
-        (self.folder / "done").touch()
+    def finish(self, node: str = "") -> None:
+        """Makes the workers of a node end, or all."""
+        (self.folder / (f"done-{node}" if node else "done")).touch()
 
     def workers(self) -> list[tuple[str, int, int, int, int]]:
         """Returns every worker that ever began: node, pid, rank, world, round (-1: unknown)."""

@@ -44,6 +44,8 @@ PREFIX = "/reft/rendezvous/"
 CALL_S = 2.0  # for one member; after the loss of its leader etcd needs about one second
 PAUSE_S = 0.1
 ENDING = (1, 14)  # gRPC codes cancelled and unavailable: a member that is being stopped answers so
+# Known by their text: the code of too many requests is also that of a database without space.
+TEMPORARY = ("no leader", "leader changed", "timed out", "too many requests")
 LEASE_LOST = "requested lease not found"
 LEASE_EXISTS = "lease already exists"
 VALUE_SHOWN = 64  # bytes of a wrong value that an error shows
@@ -140,7 +142,7 @@ class Etcd:
             return dict(data)
         message = str(data.get("error") or data.get("message"))
         is_temporary = answer.status >= 500 or data.get("code") in ENDING
-        if is_temporary or "no leader" in message or "leader changed" in message or "timed out" in message:
+        if is_temporary or any(text in message for text in TEMPORARY):
             raise OSError(message)  # the call is repeated at the next member
         raise EtcdError(message)
 

@@ -18,6 +18,10 @@ from torch.distributed import DistStoreError, Store
 MAC_BYTES = 32
 
 
+class ForeignEntry(DistStoreError):
+    """A value was not made with this agent's job key."""
+
+
 class SealedStore(Store):
     """A store whose values are signed; see the module.
 
@@ -46,7 +50,7 @@ class SealedStore(Store):
         entry = bytes(self._store.get(key))
         mac, data = entry[:MAC_BYTES], entry[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(key, data)):
-            raise DistStoreError(
+            raise ForeignEntry(
                 f"the value of {key} in the rendezvous store was not made with this agent's job key: another agent has "
                 "another key or none, or somebody else writes to the store."
             )

@@ -7,6 +7,8 @@ Agents add to the number under the key BEATS every few seconds. If the number ha
 from __future__ import annotations
 
 import argparse
+import contextlib
+import resource
 import sys
 import time
 
@@ -21,6 +23,9 @@ def main() -> None:
     options = parser.parse_args()
     from torch.distributed import TCPStore
 
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # each agent has two connections
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     store = TCPStore("localhost", options.port, is_master=True, wait_for_workers=False)
     last_count, changed_s = store.add(BEATS, 0), time.monotonic()
     print("ready", flush=True)

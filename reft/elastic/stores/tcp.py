@@ -5,6 +5,9 @@
     agents of all nodes ──── state and heartbeats ────────►  exits if none comes for a while
 
 torch runs the store inside an agent. Then the end of that agent ends the job within half a second.
+
+An agent has two connections. A connection serves one call at a time, and torch's agent waits in one
+call for up to five minutes for the others to finish. Its keep-alives must not wait with it.
 """
 
 from __future__ import annotations
@@ -74,7 +77,12 @@ class TcpBackend(RendezvousBackend):
             current = self.get_state()
             return None if current is None else (*current, False)
         self._beat()
-        held = self._call("compare_set", self._key, NOTHING if token is None else token, state)
+        expected = NOTHING if token is None else token
+        held = self._call("compare_set", self._key, expected, state)
+        if held == expected != state and self.get_state() is None:
+            # Of a missing key TCPStore says that it holds what was expected. Now there is a key
+            # again, so the next write of a caller that expects no state succeeds.
+            return None
         return None if held == NOTHING else (held, held, held == state)
 
     def _beat(self) -> None:
@@ -108,8 +116,8 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBa
                 f"a job of {parameters.max_nodes} nodes needs --rdzv-endpoint.",
                 "--rdzv-endpoint=HOST:PORT of the most reliable host, or etcd://HOST:PORT,…",
             )
-        # A job of one agent: no other agent needs the store, and the store need not outlive the
-        # agent.
+        # A job of one agent: no other agent needs the store, the store need not outlive the agent,
+        # and nobody waits for others.
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return TcpBackend(store, rendezvous_id), store
     host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
@@ -117,8 +125,8 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBa
     if is_own_hostname(host) if is_host is None else is_host:
         _ensure_host(host, port, number(parameters, "store_idle_exit"))
     try:
-        store = _connected(host, port, timeout)
-        return TcpBackend(store, rendezvous_id, number(parameters, "store_idle_exit")), store
+        store, other = _connected(host, port, timeout)
+        return TcpBackend(store, rendezvous_id, number(parameters, "store_idle_exit")), other
     except (ValueError, RuntimeError, TimeoutError) as error:
         raise RendezvousConnectionError(
             f"no store answers at {host}:{port} within {timeout.seconds} s. The agent on that host starts the store. Check: "
@@ -127,16 +135,17 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBa
         ) from error
 
 
-def _connected(host: str, port: int, timeout: timedelta) -> Store:
-    """Returns torch's store, made in a thread.
+def _connected(host: str, port: int, timeout: timedelta) -> tuple[Store, Store]:
+    """Returns torch's store over two connections, made in a thread.
 
     If another program listens at the endpoint, torch waits for ever and ignores its timeout.
     """
-    future: Future[Store] = Future()
+    future: Future[tuple[Store, Store]] = Future()
 
     def make() -> None:
         try:
-            future.set_result(TCPStore(host, port, is_master=False, timeout=timeout))
+            one, other = (TCPStore(host, port, is_master=False, timeout=timeout) for _ in range(2))
+            future.set_result((one, other))
         except BaseException as error:
             future.set_exception(error)
 

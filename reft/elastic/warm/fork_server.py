@@ -33,6 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from reft.console import say
 from reft.wire.process import oom_score, set_oom_score
 
 LENGTH = struct.Struct("<Q")  # before each message
@@ -314,5 +315,5 @@ def main() -> None:
     order = serve(control)
     if order is not None:
         if not set_oom_score(score):
-            print(f"[reft] oom_score_adj of this worker stays {oom_score()}, not {score}.", file=sys.stderr)
+            say(f"oom_score_adj of this worker stays {oom_score()}, not {score}.")
         run(order)

@@ -56,6 +56,7 @@ def refusal(message: str, code: int) -> bytes:
         (500, refusal("etcdserver: unhealthy cluster", 2)),
         (408, refusal("grpc: the client connection is closing", 1)),  # seen from a real etcd
         (502, b"<html>a proxy</html>"),
+        (429, refusal("etcdserver: too many requests", 8)),
     ],
 )
 def test_the_next_member_is_asked(start, status, body):
@@ -65,6 +66,10 @@ def test_the_next_member_is_asked(start, status, body):
         Etcd([stopping], timeout_s=0).call("kv/range", {})
 
 
-def test_a_refusal_is_not_repeated(start):
-    with pytest.raises(EtcdError, match="lease not found"):
-        Etcd([start(404, refusal("requested lease not found", 5))], timeout_s=20).call("kv/txn", {})
+@pytest.mark.parametrize(
+    ("status", "text", "code"),
+    [(404, "requested lease not found", 5), (429, "etcdserver: mvcc: database space exceeded", 8)],
+)
+def test_a_refusal_is_not_repeated(start, status, text, code):
+    with pytest.raises(EtcdError, match=text):
+        Etcd([start(status, refusal(text, code))], timeout_s=20).call("kv/txn", {})
