@@ -60,6 +60,15 @@ def test_wrong_usage(arguments):
     assert invoke("status", *arguments).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "arguments", [["timeline"], ["recover"], ["recover", "--step", "3"], ["persist"], ["list"], ["export", "--to", "x"]]
+)
+def test_an_empty_name_of_a_job_is_wrong_usage(arguments, daemon):
+    for as_json in ([], ["--json"]):
+        result = invoke(*arguments, "", *as_json, daemon=daemon.address)
+        assert (result.exit_code, result.stdout) == (2, "") and "it is empty; reft-cli status" in result.stderr
+
+
 def test_an_empty_what_if_is_wrong_usage(daemon):
     make_job(daemon, "empty")
     result = invoke("status", "--what-if", "", daemon=daemon.address)
