@@ -478,6 +478,8 @@ def export(
     """
     with failing(as_json), unwinding(), progress(as_json) as show:
         shard_bytes = parse_size(max_shard)
+        if not shard_bytes:
+            raise ConfigError(f"--max-shard is {max_shard}; a file holds at least one byte.", "--max-shard 5GB")
         newest = -1 if step is None else step
         with export_source(what, lambda: local_address(daemon), newest, lineage, persist_key_file) as source:
             report = ExportCommand(
