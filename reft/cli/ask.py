@@ -57,6 +57,8 @@ def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S)
                     error.details() or "", "reft-cli status lists the jobs that the daemon holds"
                 ) from error
             failure = rpc.error_of(error, address)
-            if failure.hint.startswith("start reft-daemon") and address == own_address(Config.load()):
+            # What a daemon refuses may have such a remedy, too: "start reft-daemon with --persist".
+            is_silent = isinstance(failure, DaemonUnavailable) and failure.hint.startswith("start reft-daemon")
+            if is_silent and address == own_address(Config.load()):
                 raise DaemonUnavailable(failure.message, OWN_DAEMON) from error
             raise failure from error

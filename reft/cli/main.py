@@ -47,6 +47,15 @@ EXIT_OF_HEALTH = {Health.OK: 0, Health.WARN: 3, Health.ERR: 4}
 WATCH_S = 1.0
 COLOURS = {"OK": "green", "WARN": "yellow", "ERR": "red"}
 
+
+def _named(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Refuses an empty name: to a daemon it means all jobs."""
+    if not value:
+        raise click.BadParameter("it is empty; reft-cli status lists the jobs.", context, parameter)
+    return value
+
+
+job_argument = click.argument("job", callback=_named)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on stdout and nothing else."
 )
@@ -180,7 +189,7 @@ def status(
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @click.option("--yes", is_flag=True, help="Rebuild the lost slots. Without --yes only the plan is shown.")
 @click.option(
     "--onto",
@@ -233,7 +242,7 @@ def recover(job: str, yes: bool, onto: tuple[str, ...], step: int | None, as_jso
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @json_option
 @daemon_option
 def persist(job: str, as_json: bool, daemon: str | None) -> None:
@@ -303,7 +312,7 @@ def purge(job: str, all_jobs: bool, yes: bool, as_json: bool, daemon: str | None
 
 
 @main.command()
-@click.argument("job")
+@job_argument
 @click.option("--rank", type=int, help="Trace only this rank. Default: all ranks that train on this node.")
 @click.option(
     "--output",
@@ -410,7 +419,7 @@ def rehearse(
 
 
 @main.command("list")
-@click.argument("what", metavar="JOB|DIR|URL")
+@click.argument("what", metavar="JOB|DIR|URL", callback=_named)
 @key_option
 @json_option
 @daemon_option
@@ -436,7 +445,7 @@ def list_held(what: str, persist_key_file: Path | None, as_json: bool, daemon: s
 
 
 @main.command()
-@click.argument("what", metavar="JOB|DIR/JOB|URL/JOB")
+@click.argument("what", metavar="JOB|DIR/JOB|URL/JOB", callback=_named)
 @click.option(
     "--to", "path", required=True, metavar="PATH", type=click.Path(path_type=Path), help="The folder to make."
 )
@@ -469,6 +478,8 @@ def export(
     """
     with failing(as_json), unwinding(), progress(as_json) as show:
         shard_bytes = parse_size(max_shard)
+        if not shard_bytes:
+            raise ConfigError(f"--max-shard is {max_shard}; a file holds at least one byte.", "--max-shard 5GB")
         newest = -1 if step is None else step
         with export_source(what, lambda: local_address(daemon), newest, lineage, persist_key_file) as source:
             report = ExportCommand(

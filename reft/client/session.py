@@ -81,7 +81,7 @@ class Session:
         if snapshots is not None and profiler is not None:
             self._unfollow = hooks.follow(schedule, profiler, self._window.modules())
             self._timeline_server = _timeline_server(self._window)
-            guard = GeneratorGuard(snapshots.host, self._window, generators is not None and self._window.rank == 0)
+            guard = GeneratorGuard(snapshots.host, self._window, None if self._window.rank else generators)
             guard.watch(watchable(snapshots.planner.tracked.modules))
             atexit.register(_finish_at_exit, weakref.ref(self))
 

@@ -60,6 +60,20 @@ def test_wrong_usage(arguments):
     assert invoke("status", *arguments).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "arguments", [["timeline"], ["recover"], ["recover", "--step", "3"], ["persist"], ["list"], ["export", "--to", "x"]]
+)
+def test_an_empty_name_of_a_job_is_wrong_usage(arguments, daemon):
+    for as_json in ([], ["--json"]):
+        result = invoke(*arguments, "", *as_json, daemon=daemon.address)
+        assert (result.exit_code, result.stdout) == (2, "") and "it is empty; reft-cli status" in result.stderr
+
+
+def test_a_file_of_an_export_without_bytes_is_wrong_usage(tmp_path):
+    result = invoke("export", "job", "--to", str(tmp_path / "out"), "--max-shard", "0", daemon=f"unix:{tmp_path}/none")
+    assert result.exit_code == 2 and "--max-shard is 0; a file holds at least one byte" in result.stderr
+
+
 def test_an_empty_what_if_is_wrong_usage(daemon):
     make_job(daemon, "empty")
     result = invoke("status", "--what-if", "", daemon=daemon.address)

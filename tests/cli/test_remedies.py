@@ -21,6 +21,7 @@ from reft_daemon.persist.persist_key import read_key
 from reft_daemon.server.settings import persist_settings
 from tests.cli.test_main import make_job
 from tests.support.daemons import ROOT, DaemonProcess, until
+from tests.support.trainers import Spec, run
 
 TOKEN = bytes(31) + b"1"
 
@@ -96,6 +97,18 @@ def test_a_daemon_that_does_not_run(tmp_path):
 def test_the_daemon_of_attach_that_does_not_run(tmp_path):
     failed = CliRunner().invoke(main, ["status"], env={"REFT_RUNTIME_DIR": str(tmp_path), "REFT_DAEMON": ""})
     assert (failed.exit_code, "\nFix: start a job: attach starts this daemon" in failed.stderr) == (10, True)
+
+
+def test_the_daemon_of_attach_answers_without_storage(tmp_path, daemon):
+    run(Spec(daemon.address, steps=4))
+    (tmp_path / "daemon.sock").symlink_to(daemon.socket)  # where attach starts a daemon
+    environment = {"REFT_RUNTIME_DIR": str(tmp_path), "REFT_DAEMON": ""}
+    listed, *unknown = (
+        CliRunner().invoke(main, command.split(), env=environment)
+        for command in ("list job", "list nosuch", "recover nosuch --step 3")
+    )
+    assert listed.exit_code == 0 and "memory" in listed.stdout and "no storage (--persist)" in listed.stdout
+    assert [each.exit_code for each in unknown] == [11, 11]
 
 
 def test_files_that_others_can_read_or_write(tmp_path):

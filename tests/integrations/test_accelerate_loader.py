@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 import reft
 from reft.errors import ConfigError
 from reft.integrations.accelerate import Batches, attach
+from tests.support.daemons import ROOT
 from tests.support.drawing_data import Drawing
 
 
@@ -121,6 +123,12 @@ def test_a_loader_that_was_not_prepared_is_refused_on_several_processes():
     accelerator = SimpleNamespace(num_processes=2, **dict.fromkeys(names))
     with pytest.raises(ConfigError, match="each of the 2 processes would read all batches"):
         attach(accelerator, torch.nn.Linear(1, 1), None, reft.ResumableLoader(DataLoader(Drawing())))
+
+
+def test_no_page_shows_the_former_name():
+    pages = [ROOT / "README.md", *(ROOT / "examples").glob("*.md"), *(ROOT / "reft").rglob("*.py")]
+    shown = [path for path in pages if re.search(r"\bBatches\(|`Batches`", path.read_text())]
+    assert [str(path.relative_to(ROOT)) for path in shown] == ["reft/integrations/accelerate.py"]
 
 
 def test_the_former_name_stays_and_says_the_new_one():

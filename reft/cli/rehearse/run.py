@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reft.cli.rehearse.records import RehearsalError
-from reft.cli.rehearse.training import RehearsedCommand, RehearsedTraining, check_one_host, command_in
+from reft.cli.rehearse.training import (
+    RehearsedCommand,
+    RehearsedTraining,
+    check_fresh_folder,
+    check_one_host,
+    command_in,
+)
 from reft.cli.signals import unwinding
 from reft.core.rehearsal.judge import Attempts, RehearsalOutcome, RehearsalResult, judge
 from reft.core.text import counted
+from reft.errors import ConfigError
 
 FEWEST_STEPS = 4  # with fewer, too little is left before or after the kill
 KILLED = {
@@ -72,7 +79,10 @@ def rehearse(request: RehearsalRequest, say: Callable[[str], None]) -> Rehearsal
         RehearsalError: a run failed; the logs are kept.
     """
     check_one_host(request.arguments)
-    logs = Path(tempfile.mkdtemp(prefix="reft-rehearse-logs-"))
+    try:
+        logs = Path(tempfile.mkdtemp(prefix="reft-rehearse-logs-"))
+    except OSError as error:
+        raise ConfigError(f"no folder for logs can be made: {error}.", "TMPDIR=DIR, with room in DIR") from error
     kept = False
     try:
         with unwinding():
@@ -160,7 +170,9 @@ def check_fresh(name: str, attempts: Attempts) -> None:
 
 
 def _commands(request: RehearsalRequest) -> tuple[RehearsedCommand, RehearsedCommand]:
-    folder = request.folder
-    here = Path.cwd()
-    first, second = (command_in(request.arguments, here, folder and folder.absolute() / name) for name in ("a", "b"))
+    here, folder = Path.cwd(), request.folder
+    folders = [folder and folder.absolute() / name for name in ("a", "b")]
+    for each in filter(None, folders):  # all of them first: a refusal leaves nothing behind
+        check_fresh_folder(each)
+    first, second = (command_in(request.arguments, here, each) for each in folders)
     return first, second

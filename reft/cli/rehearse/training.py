@@ -33,6 +33,7 @@ WHOLE_S = 2.0  # so long the kill waits for its own step to be whole; then an ea
 # A loader's workers listen on such sockets of Python's multiprocessing.
 LONGEST_SOCKET = "tmp/pymp-12345678/listener-12345678"
 LOG_LINES = 25
+FRESH = "name a fresh folder: --cwd DIR"
 # Settings that would join the run to another daemon, job or storage.
 _REPLACED: Final = {"daemon", "runtime_dir", "job", "failpoints", "restore", "lineage", "rehearse"}
 
@@ -270,14 +271,14 @@ def command_in(arguments: Sequence[str], here: Path, folder: Path | None) -> Reh
         folder: a folder to make; None: the command runs here.
 
     Raises:
-        ConfigError: the folder exists.
+        ConfigError: the folder exists, or can't be made.
     """
     if folder is None:
         return RehearsedCommand(arguments, here)
     try:
         folder.mkdir(parents=True)
-    except FileExistsError as error:
-        raise ConfigError(f"{folder} exists.", "name a fresh folder: --cwd DIR") from error
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be made: {error}.", FRESH) from error
     # The script and its other files are named from where the user is. A program without a slash is
     # looked up in PATH.
     absolute = [
@@ -286,6 +287,16 @@ def command_in(arguments: Sequence[str], here: Path, folder: Path | None) -> Reh
     ]
     path = os.pathsep.join(filter(None, [str(here), child_environment().get("PYTHONPATH", "")]))
     return RehearsedCommand(absolute, folder, path)
+
+
+def check_fresh_folder(folder: Path) -> None:
+    """Checks that nothing is there yet.
+
+    Raises:
+        ConfigError: something has this name.
+    """
+    if os.path.lexists(folder):
+        raise ConfigError(f"{folder} exists.", FRESH)
 
 
 def check_one_host(arguments: Collection[str]) -> None:

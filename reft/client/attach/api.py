@@ -15,6 +15,7 @@ from reft.client.link.rank_group import RankGroup
 from reft.client.session import Session
 from reft.config import Config, Launch
 from reft.console import name_warnings, say
+from reft.errors import ConfigError
 from reft.failpoints import Failpoints
 from reft.wire import rpc
 
@@ -45,7 +46,7 @@ def attach(
             model=model,
             optimizers=optimizers,
             schedule=schedule,
-            state=dict(state or {}),
+            state=_named_objects(state),
             tolerate=None if requested == -1 else requested,
             protect=settings.protect if protect == "auto" else protect,
             every=1 if every in (None, "auto") else every,
@@ -59,6 +60,17 @@ def attach(
     finally:
         calls.close()
     return _with_reviews(context, result)
+
+
+def _named_objects(state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a copy of `state`.
+
+    Raises:
+        ConfigError: it gives its objects no names.
+    """
+    if state is not None and not isinstance(state, Mapping):
+        raise ConfigError(f"state is a {type(state).__name__}; it maps names to objects.", 'state={"lr": schedule}')
+    return dict(state or {})
 
 
 def _with_reviews(context: AttachContext, result: AttachResult) -> Session:

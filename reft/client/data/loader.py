@@ -68,6 +68,8 @@ class ResumableLoader:
         self.epoch = 0
         self.batch = 0
         self._entered: int | None = None  # in an epoch: the number of its first batch in this process
+        self._end = 0  # of the epochs that the loop asks for
+        self._is_untouched = False  # a position was loaded, and no batch was handed out since
         self._newest_pass: object = None
         self._restored: RestoredGenerators | None = None
         self._on_batch: Callable[[], None] | None = None
@@ -82,7 +84,13 @@ class ResumableLoader:
         return len(self._loader)
 
     def epochs(self, end: int) -> Iterator[int]:
-        """Yields the numbers of the epochs that are left before epoch `end`."""
+        """Yields the numbers of the epochs that are left before epoch `end`.
+
+        After a restore this says so if no batch is left.
+        """
+        self._end = end
+        if self.epoch >= end:
+            self._say_all_done()
         while self.epoch < end:
             self._entered = self.batch
             try:
@@ -127,9 +135,27 @@ class ResumableLoader:
             if self._newest_pass is not this:
                 raise ConfigError("a pass over a ResumableLoader was used after another one began.")
             self.batch += 1
+            self._is_untouched = False
             if self._on_batch is not None:
                 self._on_batch()
             yield batch
+        if self._is_untouched:
+            self._at_epoch_end()
+
+    def _at_epoch_end(self) -> None:
+        """The restored position is the end of an epoch: what follows the last batch runs again."""
+        if self._restored is not None:
+            self._restored.end_of_epoch()
+        if self.epoch + 1 >= self._end:
+            self._say_all_done()
+        self._is_untouched = False
+
+    def _say_all_done(self) -> None:
+        if self._is_untouched:
+            _say(
+                f"this job has completed all {self._end} epochs: nothing is left to be trained. To train from epoch 0: "
+                "reft-cli purge JOB, or another job name (--rdzv-id, REFT_JOB)."
+            )
 
     def _look(self) -> Iterator[Any]:
         """Yields the next batch without moving on, as for `next(iter(loader))` before training."""
@@ -195,7 +221,7 @@ class ResumableLoader:
             batch, line = moved(epoch, batch, before, now, len(self) if now.is_split_in_turn else None)
         self._source.load(epoch, batch, state["source"])
         self.epoch, self.batch = epoch, batch
-        self._newest_pass = None
+        self._newest_pass, self._is_untouched = None, True
         if line:
             _say(line)
 

@@ -39,7 +39,7 @@ from reft.client.state.host_state import storable
 from reft.core.coding.placement import Placement
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.version import Epoch, Version
-from reft.core.membership.log_debounce import TroubleLog
+from reft.core.membership.log_debounce import LASTED_S, TroubleLog
 from reft.errors import FIX, ReftError, split_remedy
 from reft.failpoints import Failpoints
 from reft.wire.capsule_format import NameTable
@@ -47,6 +47,8 @@ from reft.wire.capsule_format import NameTable
 log = logging.getLogger("reft")
 # Ranks are a step or two apart when they look for a step that all of them have compared.
 LEAF_DIGESTS_MAX = 8
+# Where steps take milliseconds this comes now and then, and is over with the next outcome.
+NO_SLOT = "all slots are in use: the daemons have not agreed yet that a newer step is whole."
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class SnapshotThread:
     def _opened(self, slot: MappedSlot | None, task: SnapshotTask, save_plan: SavePlan) -> MappedSlot:
         self._facts.failpoints.hit("snapshot.begin", **self._facts.at(task.step))
         if slot is None:
-            raise ReftError("all slots are in use: the daemons have not agreed yet that a newer step is whole.")
+            raise ReftError(NO_SLOT)
         # First: whatever happens to the header, no other snapshot may get the slot meanwhile.
         task.copying(time.perf_counter(), slot.index)
         slot.map.begin(Version(self._facts.epoch, task.step), save_plan.digest, save_plan.table, save_plan.data_bytes)
@@ -269,12 +271,13 @@ class SnapshotThread:
 
     def _note_trouble(self, reason: str, task: SnapshotTask | None = None) -> None:
         """Logs when snapshots begin to fail, fail for another reason, or work again ("")."""
-        if not self._trouble_log.heard(reason, time.monotonic()):
+        is_no_slot = reason == NO_SLOT
+        if not self._trouble_log.heard(reason, time.monotonic(), LASTED_S if is_no_slot else 0.0):
             return
         if not reason:
             log.warning("rank %d takes snapshots again.", self._facts.rank)
             return
         what, remedy = split_remedy(reason)
         fix = FIX if remedy else ""
-        story = f" ({task.story()})" if task else ""
+        story = f" ({task.story()})" if task and not is_no_slot else ""
         log.warning("rank %d skips snapshots: %s Training goes on.%s%s%s", self._facts.rank, what, story, fix, remedy)

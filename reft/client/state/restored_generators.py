@@ -22,10 +22,21 @@ class RestoredGenerators:
 
     Args:
         saved: the states, as a capsule holds them.
+
+    Attributes:
+        is_handed_out: an object in `state=`, such as reft's loader, has these generators.
+        at_epoch_end: what follows the last batch of an epoch runs first, and may draw. A run
+            without a restart drew there, too.
     """
 
     def __init__(self, saved: Mapping[str, Any]) -> None:
         self._saved: Mapping[str, Any] | None = saved
+        self.is_handed_out = False
+        self.at_epoch_end = False
+
+    def end_of_epoch(self) -> None:
+        """Notes that the restored position is the end of an epoch."""
+        self.at_epoch_end = True
 
     def put_back(self) -> None:
         """Restores the states at the first call; later calls do nothing."""
@@ -63,4 +74,5 @@ def hand_out(generators: RestoredGenerators, values: Iterable[Any]) -> None:
     for value in values:
         method = getattr(type(value), "restored", None)
         if inspect.isfunction(method) and list(inspect.signature(method).parameters)[1:] == ["generators"]:
+            generators.is_handed_out = True
             value.restored(generators)

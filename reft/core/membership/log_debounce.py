@@ -11,6 +11,7 @@ Repeated troubles are logged like this; where steps take milliseconds, a trouble
 second step:
 
     trouble ─► logged ─► over ─► logged ─► the same within AGAIN_S ─► not logged, neither is its end
+    one that small runs often have ─► logged if it is heard again after LASTED_S, and is not over
 """
 
 from __future__ import annotations
@@ -83,14 +84,24 @@ class TroubleLog:
     """Decides which troubles of one source are logged."""
 
     _trouble: str = ""
+    _since_s: float = 0.0
+    _is_new: bool = False  # nothing is decided about the trouble yet
     _is_logged: bool = False
     _logged_s: dict[str, float] = field(default_factory=dict)
 
-    def heard(self, trouble: str, now_s: float) -> bool:
-        """Returns whether to log this trouble; an empty one means that the trouble is over."""
-        if trouble == self._trouble:
+    def heard(self, trouble: str, now_s: float, lasted_s: float = 0.0) -> bool:
+        """Returns whether to log this trouble; an empty one means that the trouble is over.
+
+        Args:
+            trouble: a sentence.
+            now_s: the time.
+            lasted_s: a trouble that has not lasted so long is not logged.
+        """
+        if trouble != self._trouble:
+            self._trouble, self._since_s, self._is_new = trouble, now_s, True
+        if not self._is_new or now_s - self._since_s < lasted_s:
             return False
-        self._trouble = trouble
+        self._is_new = False
         if not trouble:
             was_aloud, self._is_logged = self._is_logged, False
             return was_aloud

@@ -94,16 +94,24 @@ def reached_lines(before: Reached, after: Reached) -> dict[str, str]:
     Args:
         before, after: the kill.
     """
-    lines: dict[str, list[str]] = {"reached": [], "not reached": [], "not seen": []}
-    for side, moments in (("before the kill", before), ("after the kill", after)):
-        words: dict[str, list[str]] = {label: [] for label in lines}
-        for kind in MomentKind:
-            label, how = _label(moments, kind)
-            words[label].append(f"{kind.value} ({how})")
-        for label, texts in words.items():
-            if texts:
-                lines[label].append(f"{side}: {', '.join(texts)}")
-    return {label: "; ".join(sides) for label, sides in lines.items() if sides}
+    lines: dict[str, str] = {}
+    for label in ("reached", "not reached", "not seen"):
+        first, second = _words(before, label), _words(after, label)
+        both = [each for each in first if each in second]  # what is the same is said once
+        sides = (
+            ("before the kill", [each for each in first if each not in both]),
+            ("after the kill", [each for each in second if each not in both]),
+            ("before and after the kill", both),
+        )
+        if texts := [f"{side}: {', '.join(words)}" for side, words in sides if words]:
+            lines[label] = "; ".join(texts)
+    return lines
+
+
+def _words(moments: Reached, label: str) -> list[str]:
+    """Returns what a label has of one side of the kill."""
+    labelled = [(kind, *_label(moments, kind)) for kind in MomentKind]
+    return [f"{kind.value} ({how})" for kind, its_label, how in labelled if its_label == label]
 
 
 def _label(moments: Reached, kind: MomentKind) -> tuple[str, str]:

@@ -7,8 +7,10 @@ import os
 import tempfile
 
 import pytest
+from click.testing import CliRunner
 
 from reft.cli.demo.cluster import short_folder
+from reft.cli.main import main
 from reft.cli.rehearse.records import RecordReader, RehearsalError, parse
 from reft.cli.rehearse.report import difference_words
 from reft.cli.rehearse.training import LONGEST_SOCKET, check_one_host, command_in, own_environment
@@ -103,8 +105,33 @@ def test_files_are_named_from_where_the_user_is(tmp_path):
     assert moved.arguments == ["python", str(tmp_path / "train.py"), "out", "--steps"]
     assert moved.folder == tmp_path / "runs/a" and moved.folder.is_dir()
     assert moved.import_path.split(":")[0] == str(tmp_path)
-    with pytest.raises(ConfigError, match="exists"):
+    with pytest.raises(ConfigError, match=r"a can't be made: .*File exists"):
         command_in(arguments, tmp_path, tmp_path / "runs/a")
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_folder_that_is_unusable_is_wrong_usage_and_nothing_is_left(tmp_path, monkeypatch, is_file):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    runs = tmp_path / "runs"
+    if is_file:
+        runs.write_text("")
+    else:
+        (runs / "b").mkdir(parents=True)
+    refused = CliRunner().invoke(main, ["rehearse", "--cwd", str(runs), "--", "true"])
+    assert refused.exit_code == 2 and "Fix: name a fresh folder: --cwd DIR" in refused.stderr
+    words = "a can't be made: " if is_file else "b exists."
+    assert f"{runs}/{words}" in refused.stderr
+    left = [path for path in tmp_path.rglob("*") if path not in (runs, tmp_path / "tmp", runs / "b")]
+    assert not left
+
+
+def test_a_folder_for_logs_that_can_not_be_made_is_wrong_usage(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    refused = CliRunner().invoke(main, ["rehearse", "--", "true"])
+    assert (
+        refused.exit_code == 2 and "none/reft-rehearse-logs-" in refused.stderr and "Fix: TMPDIR=DIR" in refused.stderr
+    )
 
 
 def test_a_program_is_found_in_path_or_by_its_own_path(tmp_path):

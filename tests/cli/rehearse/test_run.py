@@ -111,7 +111,7 @@ def test_inputs_that_nothing_saw_are_named(rehearse):
     done = rehearse("--", *TRAINER, "--fault", "unseen")
     assert done.returncode == 0 and "bit-equal through step 12" in done.stdout, done.stdout + done.stderr
     assert "not seen    inputs of the model, on 1 rank" in done.stdout
-    assert "not seen    before the kill: validation (a rank has no forward" in done.stdout
+    assert "not seen    before and after the kill: validation (a rank has no forward" in done.stdout
     assert "writes its outputs twice, here. --cwd DIR" in done.stdout
 
 

@@ -102,6 +102,13 @@ def test_bad_arguments(attach, arguments, text):
         attach(*make(), **arguments)
 
 
+@pytest.mark.parametrize("state", [["schedule"], [], nn.Linear(1, 1)], ids=["a list", "nothing", "one object"])
+def test_state_without_names_is_refused(attach, state):
+    with pytest.raises(errors.ConfigError, match=f"state is a {type(state).__name__}; it maps names") as refused:
+        attach(*make(), state=state)
+    assert refused.value.hint == 'state={"lr": schedule}'
+
+
 def test_meta_and_sparse_tensors_are_refused_by_name(attach):
     with pytest.raises(errors.UnsupportedState, match=r"model\.0\.weight lies on device meta"):
         attach(nn.Linear(2, 2, device="meta"), make()[1])

@@ -95,6 +95,56 @@ def test_nothing_is_said_of_a_loop_around_the_loader_of_reft(attach, capsys):
     assert session.step == 6 and "moved between attach" not in said
 
 
+def loop_with_validation(session: Any, loader: reft.ResumableLoader, model: Any, optimizer: Any, end: int) -> None:
+    """Trains epochs as the README's loop does, and draws behind the last batch of each."""
+    for _ in loader.epochs(end):
+        for (x,) in loader:
+            model(x).square().mean().backward()
+            optimizer.step()
+            session.step_end()
+        assert session.seal(timeout=60)
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(2, 4))
+        model.train()
+
+
+def loaded(attach: Callable[..., Any]) -> tuple[Any, ...]:
+    model, optimizer = objects()
+    loader = reft.ResumableLoader(DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=2, shuffle=True))
+    return attach(model, optimizer, state={"data": loader}), loader, model, optimizer
+
+
+def test_what_runs_at_the_end_of_an_epoch_may_draw(attach, capsys):
+    loop_with_validation(*loaded(attach), end=1)
+    assert "has completed" not in capsys.readouterr().err
+    loop_with_validation(*(again := loaded(attach)), end=2)
+    said = capsys.readouterr().err
+    assert again[0].step == 6 and "moved between attach" not in said and "has completed" not in said
+
+
+@pytest.mark.parametrize("end", [1, 2], ids=["the same end", "an earlier end"])
+def test_a_finished_loop_over_epochs_says_so_and_nothing_else(attach, capsys, end):
+    loop_with_validation(*loaded(attach), end=2)
+    assert "has completed" not in capsys.readouterr().err
+    loop_with_validation(*(again := loaded(attach)), end=end)
+    said = capsys.readouterr().err
+    assert again[0].step == 6 and said.count(f"has completed all {end} epochs: nothing is left") == 1
+    assert "moved between attach" not in said
+
+
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_a_forward_that_does_not_train_is_not_judged(attach, capsys, is_evaluated):
+    loop(attach(*(built := objects())), *built, NOTHING)
+    session = attach(*(built := objects()))
+    built[0].train(not is_evaluated)
+    with torch.set_grad_enabled(is_evaluated), torch.random.fork_rng():
+        built[0](torch.randn(2, 4))
+    built[0].train()
+    loop(session, *built, NOTHING)
+    assert "moved between attach" not in capsys.readouterr().err
+
+
 def test_a_capsule_without_the_entry_is_restored_and_nothing_is_said(attach, capsys, monkeypatch):
     from reft.client.state.host_state import HostState
 
@@ -187,6 +237,17 @@ def test_models_on_a_device_get_a_hook_only_inside_a_wrapper():
     plain, wrapped = nn.Linear(1, 1, device="meta"), FSDPModule(1, 1, device="meta")
     modules = {"model.0": plain, "model.1": wrapped, "model.2": nn.Linear(1, 1), "state.average": nn.Linear(1, 1)}
     assert watchable(modules) == [wrapped, modules["model.2"]]
+
+
+def test_the_notice_does_not_name_the_loader_that_is_used(attach, capsys):
+    for _ in range(2):
+        session, loader, model, optimizer = loaded(attach)
+        batches = loader.endless()
+        next(batches)
+        ITER() if session.step else None
+        loop(session, model, optimizer, NOTHING)
+    said = capsys.readouterr().err
+    assert "moved between attach" in said and "ResumableLoader" not in said
 
 
 def test_the_notice_names_the_remedies():

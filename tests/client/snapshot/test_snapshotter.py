@@ -18,7 +18,7 @@ from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
 from reft.client.snapshot.rank_slots import RankSlots
 from reft.client.snapshot.save_planner import SavePlanner
-from reft.client.snapshot.snapshot_thread import SnapshotFacts
+from reft.client.snapshot.snapshot_thread import NO_SLOT, SnapshotFacts
 from reft.client.snapshot.snapshotter import Snapshotter, protection_stats
 from reft.client.snapshot.task import SnapshotHistory
 from reft.client.state.host_state import HostState
@@ -33,6 +33,7 @@ from reft.core.commit.snapshot_interval import SnapshotInterval
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
+from reft.core.membership.log_debounce import TroubleLog
 from reft.core.pipeline.course import PacingPlan, Phase
 from reft.core.pipeline.pacing import Tier
 from reft.core.status.protection import protection_counts
@@ -217,6 +218,19 @@ def test_without_a_free_slot_at_the_fence_the_snapshot_is_void_at_once(rank):
     assert rank.reporter.answered.acquire(timeout=20)
     answer, trouble = rank.reporter.answers[4]
     assert answer is StepAnswer.VOID and "all slots are in use" in trouble
+
+
+def test_a_missing_slot_is_said_only_if_it_lasts_and_without_names_of_states(rank, caplog, monkeypatch):
+    log, times = TroubleLog(), iter((0.0, 0.9, 1.1, 1.2))
+    clocked = SimpleNamespace(heard=lambda trouble, _, lasted_s: log.heard(trouble, next(times), lasted_s))
+    rank.step()
+    assert [rank.take(step)[0] for step in (1, 2, 3)] == [StepAnswer.SEALED] * 3
+    monkeypatch.setattr(rank.snapshots.thread, "_trouble_log", clocked)
+    said = []
+    for step in (4, 5, 6, 7):
+        assert rank.take(step) == (StepAnswer.VOID, NO_SLOT)
+        said.append(len(caplog.messages))
+    assert said == [0, 0, 1, 1] and caplog.messages == [f"rank 0 skips snapshots: {NO_SLOT} Training goes on."]
 
 
 def test_a_slot_that_frees_up_in_the_window_is_taken(rank):

@@ -80,6 +80,16 @@ def test_a_recurring_trouble_is_logged_again_only_after_a_while():
     assert logged(trouble_log, (AGAIN_S + 1, "a"), (AGAIN_S + 2, "")) == ["a", ""]
 
 
+def test_a_trouble_that_must_last_is_logged_if_it_is_heard_again_after_that_time():
+    trouble_log = TroubleLog()
+
+    def heard(*troubles: tuple[float, str]) -> list[float]:
+        return [now_s for now_s, trouble in troubles if trouble_log.heard(trouble, now_s, 2.0 if trouble else 0.0)]
+
+    assert heard((0, "a"), (1, "a"), (1.5, ""), (2, "a"), (3.9, "a"), (4, "")) == []
+    assert heard((5, "a"), (6, "b"), (7.5, "a"), (9.5, "a"), (10, "a"), (11, "")) == [9.5, 11]
+
+
 def test_another_trouble_in_between_and_its_end_are_logged():
     trouble_log = TroubleLog()
     assert logged(trouble_log, (0, "a"), (1, ""), (2, "a"), (3, "b"), (4, "a"), (5, "")) == ["a", "", "b", ""]

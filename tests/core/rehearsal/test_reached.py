@@ -82,3 +82,13 @@ def test_the_words_name_each_side_of_the_kill():
         "not seen": f"before the kill: {no_end}",
     }
     assert [*reached_lines(after, after)] == ["reached", "not reached"]
+
+
+def test_what_is_the_same_before_and_after_the_kill_is_said_once():
+    first, second = {VALIDATION: None, CHECKPOINT: None}, {VALIDATION: ReachedEvent(4, "x"), CHECKPOINT: None}
+    assert reached_lines(first, second) == {
+        "reached": "after the kill: validation (x, after step 4)",
+        "not reached": "before the kill: validation (no forward of the model in eval mode or without gradients); before "
+        "and after the kill: the script's own checkpoint (no torch.save of tensors)",
+        "not seen": "before and after the kill: an epoch's end (no loader of reft or torch gave batches from mark to mark)",
+    }
