@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -126,6 +128,21 @@ def test_a_rebound_value_keeps_its_place_and_another_shape_gets_another_one():
     loop.batch = None
     loop.reft_held.refresh()
     assert not index.is_current() and not loop.reft_held.tensors
+
+
+def test_a_rebound_batch_is_freed_at_once_and_not_when_python_collects():
+    """Objects in cycles wait for the collector, which a few large tensors do not wake."""
+    values = Values(best=1.0, batch=torch.ones(BIG), pair=[torch.ones(BIG)])
+    gc.collect()
+    gc.disable()
+    try:
+        held_leaves = leaves(values)
+        values.reft_held.held()
+        batches = [weakref.ref(values.batch), weakref.ref(values.pair[0])]
+        values.batch, values.pair = torch.zeros(BIG), []
+        assert [batch() for batch in batches] == [None, None] and len(held_leaves) == 2
+    finally:
+        gc.enable()
 
 
 def test_stages_are_made_like_the_leaves_of_a_snapshot():
