@@ -93,7 +93,7 @@ class FakeSlots:
         for index in range(count):
             geometry = Geometry(1 << 16, data_bytes, 4096)
             map_ = SlotMap.create(np.zeros(geometry.file_bytes, np.uint8), geometry, "job", 0)
-            slot = SimpleNamespace(index=index, map=map_, descriptor=-1)
+            slot = SimpleNamespace(index=index, map=map_, descriptor=-1, leave=lambda: None)
             slot.view = lambda slot=slot: Slot(slot.index, slot.map.header.state, slot.map.header.version)
             self.slots.append(slot)
 
