@@ -104,6 +104,17 @@ def test_every_kind_of_value_comes_back():
     assert torch.equal(other.reft_held.tensors["batch/0"], many), "the loop writes its own tensor, not the stage"
 
 
+@pytest.mark.parametrize("size", [2, BIG])
+def test_lazy_views_come_back_with_the_values_that_the_loop_sees(size):
+    numbers = torch.complex(torch.arange(float(size)), torch.arange(float(size)) - 1)
+    loop = Values(conjugate=numbers.conj(), negative=numbers.conj().imag, pair=[numbers.conj()])
+    assert loop.conjugate.is_conj() and loop.negative.is_neg()
+    other = Values(conjugate=torch.zeros(size, dtype=torch.complex64), negative=torch.zeros(size), pair=[])
+    round_trip(loop, other)
+    assert torch.equal(other.conjugate, loop.conjugate) and torch.equal(other.pair[0], loop.pair[0])
+    assert torch.equal(other.negative, loop.negative) and other.negative.dtype is torch.float32
+
+
 def test_large_tensors_are_staged_leaves_of_each_rank():
     loop = Values(small=torch.zeros(LARGE // 4), large=torch.zeros(BIG), pair=[torch.zeros(BIG, 2)])
     found = {leaf.name: leaf for leaf in leaves(loop)}
