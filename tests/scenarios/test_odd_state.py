@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -91,7 +93,32 @@ def take_from_the_last_state(model, optimizer):
     del optimizer.state[model.two.bias]["exp_avg_sq"]
 
 
+def transpose_over_the_same_memory(model, optimizer):
+    model.one.weight.data = model.one.weight.data.t()
+
+
+def make_a_learning_rate_a_tensor(model, optimizer):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+
+
+def put_a_tensor_into_a_group(model, optimizer):
+    optimizer.param_groups[0]["more"] = torch.ones(2)
+
+
+def give_a_group_another_list_of_the_same_parameters(model, optimizer):
+    optimizer.param_groups[0]["params"] = [*optimizer.param_groups[0]["params"]]
+
+
+def freeze_a_layer_by_another_list(model, optimizer):
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][2:]
+
+
 CHANGES = [
+    transpose_over_the_same_memory,
+    make_a_learning_rate_a_tensor,
+    put_a_tensor_into_a_group,
+    give_a_group_another_list_of_the_same_parameters,
+    freeze_a_layer_by_another_list,
     put_another_buffer_over_the_same_memory,
     move_a_buffer,
     add_to_the_last_state,
@@ -135,6 +162,32 @@ def test_a_new_number_in_the_state_leaves_the_tensor_index_current():
     tensor_index = TrackedObjects({}, [optimizer], {}).bind()
     optimizer.state[parameter]["step"] = 1001
     assert tensor_index.is_current()
+
+
+NUMBERS = {"n": 1, "none": None, "list": [1, None], "nested": {"a": [], "b": None}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update(none=torch.ones(2)),
+        lambda state: state.update(n=[torch.ones(2)]),
+        lambda state: state["list"].append(torch.ones(2)),
+        lambda state: state["nested"].update(b=torch.ones(2)),
+        lambda state: state["nested"]["a"].append(torch.ones(2)),
+        lambda state: state["outer"][1].append(torch.ones(2)),
+    ],
+)
+@pytest.mark.parametrize("numbers", [NUMBERS, {"list": [], "nested": {"a": [], "b": None}, "none": None, "n": 0}])
+def test_the_tensor_index_sees_a_tensor_in_the_place_of_a_number_or_in_a_list(numbers, change):
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter])
+    state = copy.deepcopy({**numbers, "outer": [torch.zeros(2), []], "mean": torch.zeros(2)})
+    optimizer.state[parameter] = state
+    tensor_index = TrackedObjects({}, [optimizer], {}).bind()
+    assert tensor_index.is_current()
+    change(state)
+    assert not tensor_index.is_current()
 
 
 def test_rollback_removes_the_state_that_was_made_for_a_version():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.errors import UnsupportedState
+from reft.errors import LayoutChanged, UnsupportedState
 from tests.support.foreign_optimizers import Adafactor, BlockTensor, Lion, Lion8, Shampoo
 
 INPUTS = torch.linspace(-1, 1, 64 * 16).view(64, 16)
@@ -107,6 +108,108 @@ def test_other_peoples_optimizers(attach, kind):
     optimizer, another = train_and_return(attach, make)
     for mine, other in zip(optimizer.state.values(), another.state.values(), strict=True):
         assert {key: type(each) for key, each in mine.items()} == {key: type(each) for key, each in other.items()}
+
+
+class LateMomentum(torch.optim.Optimizer):
+    """SGD whose momentum begins in step 3; until then its place in the state is empty."""
+
+    def __init__(self, parameters, empty):
+        super().__init__(parameters, {"lr": 0.01})
+        self.empty = empty
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state.update(step=0, momentum=copy.deepcopy(self.empty), rest=[torch.zeros(3), []])
+            state["step"] += 1
+            if state["step"] == 3 and isinstance(self.empty, list):
+                state["momentum"].append(parameter.grad.clone())
+                state["rest"][1].append(torch.ones(2))
+            elif state["step"] == 3:
+                state["momentum"] = [parameter.grad.clone()] if self.empty == 0 else parameter.grad.clone()
+            elif state["step"] > 3:
+                momentum = state["momentum"]
+                (momentum[0] if isinstance(momentum, list) else momentum).mul_(0.9).add_(parameter.grad)
+            held = (
+                state["momentum"][0] if isinstance(state["momentum"], list) and state["momentum"] else state["momentum"]
+            )
+            parameter.add_(
+                held if isinstance(held, torch.Tensor) else parameter.grad, alpha=-self.param_groups[0]["lr"]
+            )
+
+
+@pytest.mark.parametrize("empty", [None, 0, []], ids=str)
+def test_a_tensor_that_takes_the_place_of_a_number_is_held_and_comes_back(attach, empty):
+    """From its second mark on, a session only compares what it found at the first one."""
+
+    def make():
+        model = network()
+        return model, LateMomentum(model.parameters(), empty)
+
+    optimizer, another = train_and_return(attach, make, steps=5)
+    for mine, other in zip(optimizer.state.values(), another.state.values(), strict=True):
+        assert mine["step"] == other["step"] and type(mine["momentum"]) is type(other["momentum"])
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["tensor from the start", "tensor from step 3 on"])
+def test_a_learning_rate_that_is_a_tensor_is_held_and_comes_back(attach, is_late):
+    def make(is_late=is_late):
+        model = network()
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01 if is_late else torch.tensor(0.01), foreach=False)
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for step in session.steps(6):
+        if step == 3:
+            optimizer.param_groups[0].update(lr=torch.tensor(0.5), mine=torch.arange(6.0).view(2, 3))
+        step_once(model, optimizer)
+    assert session.seal(timeout=60).step == 6
+    other, another = make()
+    assert attach(other, another).step == 6
+    group = another.param_groups[0]
+    assert group["lr"].item() == 0.5 and group["lr"].dtype is torch.float32 and group["lr"].device.type == "cpu"
+    assert torch.equal(group["mine"], torch.arange(6.0).view(2, 3))
+    assert state_of(other, another) == state_of(model, optimizer)
+    assert step_once(other, another) == step_once(model, optimizer)
+    assert state_of(other, another) == state_of(model, optimizer)
+
+
+def two_groups(model, **options) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [*layer.parameters()]} for layer in (model[0], model[2])], **options)
+
+
+def test_one_learning_rate_tensor_that_groups_share_later_comes_back_shared(attach):
+    model = network()
+    optimizer = two_groups(model, lr=0.01)
+    session = attach(model, optimizer)
+    for step in session.steps(4):
+        if step == 2:
+            optimizer.param_groups[1]["lr"] = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+        step_once(model, optimizer)
+    assert session.seal(timeout=60).step == 4
+    other = network()
+    another = two_groups(other, lr=0.01)
+    assert attach(other, another).step == 4
+    first, second = (group["lr"] for group in another.param_groups)
+    assert first is second and first.item() == 0.5
+
+
+def test_a_learning_rate_that_shares_memory_with_a_buffer_is_refused_where_the_script_does_not_share(attach):
+    def make():
+        model = network()
+        model.register_buffer("rate", torch.tensor(0.25))
+        return model, two_groups(model, lr=0.01)
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in session.steps(3):
+        optimizer.param_groups[1]["lr"] = model.rate
+        step_once(model, optimizer)
+    assert session.seal(timeout=60)
+    with pytest.raises(LayoutChanged, match="group 1 of the snapshot's optimizer has a tensor 'lr'"):
+        attach(*make())
 
 
 class Adapted(nn.Module):

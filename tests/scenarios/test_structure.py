@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from reft.client.state.structure import changed_beyond_repair, missing_groups
+from reft.client.state.structure import StructureFacts, changed_beyond_repair, missing_groups
 from reft.errors import LayoutChanged
 from tests.scenarios.test_state_kinds import state_bytes
 
@@ -90,7 +90,20 @@ def add_foreign_parameters(model, optimizer):
     return "optimizer.0.group1.param0"
 
 
-@pytest.mark.parametrize("change", [prune_a_layer, add_foreign_parameters], ids=lambda change: change.__name__)
+def freeze_a_layer_by_another_list(model, optimizer):
+    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][:1]
+    return "the groups of optimizer.0 got other parameters"
+
+
+def give_a_group_a_frozen_layer(model, optimizer):
+    optimizer.param_groups[0]["params"] += [*model[1].requires_grad_(True).parameters()]
+    return "the groups of optimizer.0 got other parameters"
+
+
+CHANGES = [prune_a_layer, add_foreign_parameters, freeze_a_layer_by_another_list, give_a_group_a_frozen_layer]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_that_a_restart_cannot_repeat_is_said_when_it_happens(attach, change, caplog):
     """No later step is held, so the last step before the change stays, and comes back."""
     model, optimizer = build()
@@ -137,7 +150,30 @@ def test_only_groups_of_known_parameters_behind_the_own_ones_are_added(saved, mi
     assert [group["params"] for group in missing_groups([["a"]], groups, {"a", "b", "c"})] == missing
 
 
+def facts(parameters: str, *groups: str) -> StructureFacts:
+    """Parameters of one letter each, and those in the groups of an optimizer."""
+    return StructureFacts(frozenset(parameters), {"optimizer.0": [[*group] for group in groups]})
+
+
+@pytest.mark.parametrize(
+    ("groups", "can"),
+    [
+        (("ab", "c"), True),
+        (("ab", "c", "d"), True),  # a group that was added
+        (("ab",), False),
+        (("a", "c"), False),
+        (("abd", "c"), False),
+        (("ba", "c"), False),
+        (("c", "ab"), False),
+        (("ab", "c", "a"), False),  # in two groups
+    ],
+)
+def test_other_parameters_in_the_groups_that_the_script_builds_are_beyond_repair(groups, can):
+    text = changed_beyond_repair(facts("abcd", "ab", "c"), facts("abcd", *groups))
+    assert text == "" if can else "the groups of optimizer.0 got other parameters during this run" in text
+
+
 def test_what_joined_and_left_is_named():
-    assert changed_beyond_repair({"a"}, {"a"}) == ""
-    text = changed_beyond_repair({"a", "b"}, {"b", "c"})
+    assert changed_beyond_repair(facts("a"), facts("a")) == ""
+    text = changed_beyond_repair(facts("ab"), facts("bc"))
     assert "1 parameter joined during this run, e.g. c, and 1 parameter left during this run, e.g. a." in text

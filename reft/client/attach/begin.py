@@ -23,7 +23,7 @@ from reft.client.snapshot.snapshot_thread import SnapshotFacts
 from reft.client.snapshot.snapshotter import Snapshotter
 from reft.client.snapshot.task import SnapshotHistory
 from reft.client.state.restored_generators import restore_generators
-from reft.client.state.structure import parameter_names
+from reft.client.state.structure import StructureFacts
 from reft.console import say
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import DueSteps, FailureHistory, IntervalEstimator
@@ -40,6 +40,7 @@ def begin(
     result: RestoreResult,
     leases: SlotLeases,
     slots: Sequence[MappedSlot],
+    counts: Sequence[int],
     records: RecordMemory | None = None,
 ) -> Session:
     """Returns the session; restores random generators, after all other state.
@@ -51,12 +52,14 @@ def begin(
         result: what was restored.
         leases: the leases of this rank.
         slots: the slots for the next snapshots.
+        counts: the groups that the script itself made, for each optimizer.
         records: the slots for gradient records; None if this rank records nothing.
     """
     step = plan.base.step if plan.base else 0
     restored_from = plan.restored_from(introduction.nodes)
     engine = copy_engine(context, introduction)
-    built = parameter_names(introduction.state.tensor_index.leaves())
+    index, tracked = introduction.state.tensor_index, introduction.state.tracked
+    built = StructureFacts.of(tracked, index.leaves(), index.names).first_groups(tracked, counts)
     snapshots = make_snapshotter(
         context, introduction, plan, leases, slots, engine, SnapshotHistory(), step, built, records
     )
@@ -66,7 +69,7 @@ def begin(
     rehearsal = _rehearsal(context, introduction) if settings.rehearse else None
     session = Session(
         snapshots,
-        introduction.state.tracked.optimizers,
+        tracked.optimizers,
         step=step,
         restored_from=restored_from,
         counts_calls=tree is not None and not tree["marked"],
@@ -107,7 +110,7 @@ def make_snapshotter(
     engine: CopyEngine,
     history: SnapshotHistory,
     step: int | None,
-    built: frozenset[str] | None,
+    built: StructureFacts | None,
     records: RecordMemory | None = None,
 ) -> Snapshotter:
     """Returns the snapshotter of the new epoch.
@@ -121,7 +124,7 @@ def make_snapshotter(
         engine: copies snapshots.
         history: the tasks of the session.
         step: the completed step; None for a new layout, whose first step the round names.
-        built: names of the parameters that a restarted script builds.
+        built: what a restarted script builds; None if that is not known.
         records: the slots for gradient records; None if this rank records nothing.
     """
     settings, daemon, state, epoch = context.settings, introduction.daemon, introduction.state, plan.decision.epoch

@@ -111,7 +111,7 @@ def run_attach(context: AttachContext) -> AttachResult:
                     slots = lease(context, introduction, plan, leases)
                     records = lease_records(context, introduction, plan, leases)
                     context.calls.close()  # threads of the session may call from here on, each by its own connection
-                    session = begin(context, introduction, plan, result, leases, slots, records)
+                    session = begin(context, introduction, plan, result, leases, slots, counts, records)
                     return AttachResult(session, plan.manifest)
                 give_up(context, plan, leases, result)
             # Remove the state that this try has made: an older version may not have it.

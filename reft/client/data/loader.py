@@ -43,7 +43,12 @@ class ResumableLoader:
             x, y = next(batches)
 
     After the last batch of an epoch the pass ends, what follows in the body runs again, and the
-    next epoch begins. To leave a pass early, decide by `loader.batch`, which a restart knows.
+    next epoch begins. To leave a pass early, decide by `loader.batch`, which a restart knows, at
+    the top of the body. At its end, a restart from just that mark would miss the test:
+
+        for x, y in loader:
+            if loader.batch > 5:  # batches 1 to 5 are trained on; this one is not
+                break
 
     The order of an epoch follows from (seed, epoch), and what is drawn for a batch from (seed,
     epoch, batch); where a sampler divides the data among ranks, its rank counts, too. Workers and

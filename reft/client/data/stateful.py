@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import RandomSampler
+
 from reft.client.data.seeded_generators import Purpose, seeded
 from reft.client.data.sources import length, replica_of, samplers, set_epoch
 
@@ -60,5 +62,18 @@ class StatefulSource:
     def not_held(self) -> list[str]:
         """Returns a line for each thing that a restart does not bring back."""
         if not self._loader.num_workers:
-            return []
+            if not self._has_given_generator():
+                return []
+            return [
+                "the order of later epochs that generator= of a StatefulDataLoader gives: leave it out, or wrap a "
+                "DataLoader in its place"
+            ]
         return ["random numbers that workers of a StatefulDataLoader draw: a DataLoader in its place holds them"]
+
+    def _has_given_generator(self) -> bool:
+        """Returns whether a generator of the user gives the order, not one that torchdata made."""
+        return any(
+            each.generator is self._loader.generator or isinstance(each, RandomSampler)
+            for each in self._samplers
+            if getattr(each, "generator", None) is not None
+        )

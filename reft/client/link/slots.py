@@ -231,6 +231,7 @@ class MappedSlot:
     map: SlotMap
     _bytes: Bytes | None = None  # None: a file on storage, which is not mapped
     _unpin: weakref.finalize[..., MappedSlot] | None = None
+    _closer: weakref.finalize[..., MappedSlot] | None = None  # closes the descriptor of a left slot
 
     @classmethod
     def open(cls, index: int, name: str, descriptor: int, file_bytes: int, keeps: bool) -> MappedSlot:
@@ -281,6 +282,12 @@ class MappedSlot:
         header = self.map.header
         return Slot(self.index, header.state, header.version)
 
+    def leave(self) -> None:
+        """Lets all go with the last user of this object: a snapshot may still be written here."""
+        if self.descriptor >= 0 and self._closer is None:
+            self._closer = weakref.finalize(self, os.close, self.descriptor)
+            self._closer.atexit = False  # the end of the process closes it
+
     def close(self) -> None:
         """Unpins the pages and closes the descriptor; the daemon keeps the slot.
 
@@ -288,5 +295,7 @@ class MappedSlot:
         """
         if self._unpin is not None:
             self._unpin()
-        if self.descriptor >= 0:
+        if self._closer is not None:
+            self._closer()
+        elif self.descriptor >= 0:
             os.close(self.descriptor)

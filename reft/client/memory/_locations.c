@@ -1,10 +1,11 @@
-/* read(exchange, count_name, tensors, counted, addresses, sizes, counts): whether all tensors lie where they did.
+/* read_extents(exchange, count_name, tensors, counted, addresses, extents, counts): whether all tensors lie as they did.
 
-Each tensor is compared with its address and its number of elements. The attribute `count_name` of each counted object is
-stored in `counts`. All facts of one tensor are read before those of the next: they lie close to each other in memory.
+Each tensor is compared with its address and its extent: number of dimensions, shape, strides, as `extents` has them of one
+tensor after the other. The attribute `count_name` of each counted object is stored in `counts`. All facts of one tensor
+are read before those of the next: they lie close to each other in memory.
 
-A tensor tells its address and shape by DLPack's C exchange API (`__dlpack_c_exchange_api__`): one call, which makes no
-Python object. The two structures below are copied from the standard, dlpack.h 1.3. */
+A tensor tells its address, shape and strides by DLPack's C exchange API (`__dlpack_c_exchange_api__`): one call, which
+makes no Python object. The two structures below are copied from the standard, dlpack.h 1.3. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -36,60 +37,94 @@ static int take_integer(PyObject *value, uint64_t *result)
     return *result != (uint64_t)-1 || !PyErr_Occurred();
 }
 
-static int find(const DLPackExchangeAPI *api, PyObject *tensor, uint64_t *address, uint64_t *size)
+/* The extents of the tensors that follow: `next_number` returns the next number, and -1 at the end. */
+typedef struct {
+    const int64_t *next, *end;
+} Extents;
+
+static int64_t next_number(Extents *extents)
+{
+    return extents->next < extents->end ? *extents->next++ : -1;
+}
+
+/* Whether a tuple (a shape, or strides) has the next numbers; 0 also after an error. Takes the reference. */
+static int has_next(PyObject *tuple, Extents *extents)
+{
+    int same = tuple && PyTuple_Check(tuple);
+    for (Py_ssize_t i = 0; same && i < PyTuple_GET_SIZE(tuple); i++)
+        same = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)) == next_number(extents);
+    Py_XDECREF(tuple);
+    return same;
+}
+
+/* DLPack has no code for some dtypes, such as torch.bits8. */
+static int compare_by_calls(PyObject *tensor, uint64_t expected, Extents *extents, int *same)
+{
+    uint64_t address, dimensions;
+    if (!take_integer(PyObject_CallMethod(tensor, "data_ptr", NULL), &address)
+        || !take_integer(PyObject_CallMethod(tensor, "dim", NULL), &dimensions))
+        return 0;
+    *same = address == expected && (int64_t)dimensions == next_number(extents)
+        && has_next(PyObject_GetAttrString(tensor, "shape"), extents)
+        && has_next(PyObject_CallMethod(tensor, "stride", NULL), extents);
+    return !PyErr_Occurred();
+}
+
+static int compare(const DLPackExchangeAPI *api, PyObject *tensor, uint64_t expected, Extents *extents, int *same)
 {
     DLTensor found;
-    if (api->dltensor_from_py_object_no_sync(tensor, &found)) {
-        PyErr_Clear(); /* DLPack has no code for some dtypes, such as torch.bits8 */
-        return take_integer(PyObject_CallMethod(tensor, "data_ptr", NULL), address)
-            && take_integer(PyObject_CallMethod(tensor, "numel", NULL), size);
+    if (api->dltensor_from_py_object_no_sync(tensor, &found) || (found.ndim && !found.strides)) {
+        PyErr_Clear();
+        return compare_by_calls(tensor, expected, extents, same);
     }
-    *address = (uint64_t)(uintptr_t)found.data + found.byte_offset;
-    *size = 1;
-    for (int32_t i = 0; i < found.ndim; i++)
-        *size *= (uint64_t)found.shape[i];
+    *same = (uint64_t)(uintptr_t)found.data + found.byte_offset == expected && found.ndim == next_number(extents);
+    for (int32_t i = 0; *same && i < found.ndim; i++)
+        *same = found.shape[i] == next_number(extents);
+    for (int32_t i = 0; *same && i < found.ndim; i++)
+        *same = found.strides[i] == next_number(extents);
     return 1;
 }
 
 static PyObject *read_all(const DLPackExchangeAPI *api, PyObject *count_name, PyObject *tensors, PyObject *counted,
-                          const Py_buffer *addresses, const Py_buffer *sizes, const Py_buffer *counts)
+                          const Py_buffer *addresses, const Py_buffer *numbers, const Py_buffer *counts)
 {
-    int same = 1;
+    int all_same = 1, same = 1;
+    Extents extents = {numbers->buf, (const int64_t *)numbers->buf + numbers->len / (Py_ssize_t)sizeof(int64_t)};
     Py_ssize_t length = PyList_GET_SIZE(tensors), nbytes = length * (Py_ssize_t)sizeof(uint64_t);
-    if (PyList_GET_SIZE(counted) != length || addresses->len != nbytes || sizes->len != nbytes || counts->len != nbytes)
+    if (PyList_GET_SIZE(counted) != length || addresses->len != nbytes || counts->len != nbytes)
         return PyErr_Format(PyExc_ValueError, "the lists and buffers are not all for %zd tensors", length);
     for (Py_ssize_t i = 0; i < length; i++) {
         PyObject *tensor = PyList_GetItem(tensors, i), *object = PyList_GetItem(counted, i);
-        uint64_t address, size;
-        if (!tensor || !object || !find(api, tensor, &address, &size)
+        if (!tensor || !object
+            || (all_same && !compare(api, tensor, ((uint64_t *)addresses->buf)[i], &extents, &same))
             || !take_integer(PyObject_GetAttr(object, count_name), (uint64_t *)counts->buf + i))
             return NULL;
-        same &= address == ((uint64_t *)addresses->buf)[i] && size == ((uint64_t *)sizes->buf)[i];
+        all_same &= same;
     }
-    return PyBool_FromLong(same);
+    return PyBool_FromLong(all_same && extents.next == extents.end);
 }
 
 static PyObject *read_tensors(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *exchange, *count_name, *tensors, *counted, *result = NULL;
-    Py_buffer addresses, sizes, counts;
-    if (!PyArg_ParseTuple(arguments, "OUO!O!y*y*w*:read", &exchange, &count_name, &PyList_Type, &tensors, &PyList_Type,
-                          &counted, &addresses, &sizes, &counts))
+    Py_buffer addresses, extents, counts;
+    if (!PyArg_ParseTuple(arguments, "OUO!O!y*y*w*:read_extents", &exchange, &count_name, &PyList_Type, &tensors,
+                          &PyList_Type, &counted, &addresses, &extents, &counts))
         return NULL;
     const DLPackExchangeAPI *api = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
     while (api && (api->version.major != DLPACK_MAJOR || !api->dltensor_from_py_object_no_sync))
         api = api->prev_api;
     if (api)
-        result = read_all(api, count_name, tensors, counted, &addresses, &sizes, &counts);
+        result = read_all(api, count_name, tensors, counted, &addresses, &extents, &counts);
     else if (!PyErr_Occurred())
         PyErr_Format(PyExc_BufferError, "these tensors do not speak DLPack %d", DLPACK_MAJOR);
     PyBuffer_Release(&addresses);
-    PyBuffer_Release(&sizes);
+    PyBuffer_Release(&extents);
     PyBuffer_Release(&counts);
     return result;
 }
 
-static PyMethodDef functions[] = {{"read", read_tensors, METH_VARARGS, NULL}, {0}};
+static PyMethodDef functions[] = {{"read_extents", read_tensors, METH_VARARGS, NULL}, {0}};
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_locations", .m_size = 0, .m_methods = functions};
 
 PyMODINIT_FUNC PyInit__locations(void)

@@ -3,13 +3,13 @@ from typing import Any
 
 import torch
 
-def read(
+def read_extents(
     exchange: Any,
     count_name: str,
     tensors: list[torch.Tensor],
     counted: list[torch.Tensor],
     addresses: array[int],
-    sizes: array[int],
+    extents: array[int],
     counts: array[int],
     /,
 ) -> bool: ...

@@ -1,8 +1,8 @@
-"""Compares many tensors with their addresses and sizes, and reads how often each was written.
+"""Compares many tensors with their addresses and extents, and reads how often each was written.
 
 A mark does this for every tensor of the state. torch has no call for a list of tensors, and three
 Python calls for each tensor take longer than the memory of all tensors. `_locations.c` makes one
-call for address and shape (DLPack's C exchange API) and one for the write count. Where
+call for address, shape and strides (DLPack's C exchange API) and one for the write count. Where
 `_locations.c` could not be compiled, or torch speaks another DLPack, the three calls serve.
 """
 
@@ -12,6 +12,7 @@ import contextlib
 from array import array
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -23,22 +24,30 @@ Tensors = list[torch.Tensor]
 Read = Callable[[Tensors, Tensors, "array[int]", "array[int]", "array[int]"], bool]
 
 
-def _read(tensors: Tensors, counted: Tensors, addresses: array[int], sizes: array[int], counts: array[int], /) -> bool:
-    is_same = len(tensors) == len(addresses) == len(sizes)
+def extent_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the number of dimensions, the shape and the strides of a tensor."""
+    return (tensor.dim(), *tensor.shape, *tensor.stride())
+
+
+def _read(
+    tensors: Tensors, counted: Tensors, addresses: array[int], extents: array[int], counts: array[int], /
+) -> bool:
+    is_same, found = len(tensors) == len(addresses), array(UINT64)
     for at in range(0, len(tensors), BLOCK):
         block = slice(at, at + BLOCK)
         counts[block] = array(UINT64, map(write_count, counted[block]))
         is_same &= array(UINT64, map(torch.Tensor.data_ptr, tensors[block])) == addresses[block]
-        is_same &= array(UINT64, map(torch.Tensor.numel, tensors[block])) == sizes[block]
-    return is_same
+        found.extend(chain.from_iterable(map(extent_of, tensors[block])))
+    return is_same and found == extents
 
 
-# read(tensors, counted, addresses, sizes, counts): whether all tensors have these addresses and
-# numbers of elements. Stores in `counts` how often each of `counted` was written in place.
+# read(tensors, counted, addresses, extents, counts): whether all tensors have these addresses, and
+# the extents that `extent_of` gave, end to end. Stores in `counts` how often each of `counted` was
+# written in place.
 read: Read = _read
 with contextlib.suppress(ImportError, AttributeError, BufferError):
     from reft.client.memory import _locations
 
-    _read_in_c = partial(_locations.read, torch.Tensor.__dlpack_c_exchange_api__, WRITE_COUNT)
+    _read_in_c = partial(_locations.read_extents, torch.Tensor.__dlpack_c_exchange_api__, WRITE_COUNT)
     _read_in_c([], [], *(array(UINT64) for _ in range(3)))  # raises BufferError for another DLPack
     read = _read_in_c

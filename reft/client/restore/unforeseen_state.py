@@ -3,6 +3,7 @@
     held by the old job             wanted by a new rank that has the parameter
     as large as its parameter       the piece that the rank has of the parameter
     whole: a count, a statistic     the whole
+tensor in a group, whole        the whole; every rank has the group
     anything else                   nothing; the restore refuses it by its name
 
 Only the step of a foreign optimizer knows what state it makes. So the rule follows from the leaves
@@ -12,12 +13,15 @@ that the old job held, and from the parameters of the new job. It is the same on
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from reft.client.state.extract.state_forms import EntryWrapper, StateForm
 from reft.core.layout.layout import Leaf
 from reft.core.recovery.shard_matching import OPTIMIZER
+
+GROUP_TENSOR = re.compile(r"optimizer\.\d+\.(\d+\.)?group\d+\.(?!param\d+)[^/]+", re.DOTALL)
 
 
 def with_unforeseen_state(foreseen: Sequence[Sequence[Leaf]], held: Iterable[Leaf]) -> list[Sequence[Leaf]]:
@@ -53,7 +57,7 @@ def _wanted(leaf: Leaf, parameters: Mapping[str, Leaf]) -> Leaf | None:
         return None  # the leaf's meaning depends on the pieces of the old job
     parameter = next((parameters[name] for name in _endings(form.name(leaf)) if name in parameters), None)
     if parameter is None:
-        return None
+        return leaf if GROUP_TENSOR.fullmatch(leaf.name) and leaf.shape == leaf.global_shape else None
     if leaf.global_shape == parameter.global_shape:
         item_bytes = leaf.nbytes // max(1, math.prod(leaf.shape))
         return replace(

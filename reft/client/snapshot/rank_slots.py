@@ -1,7 +1,8 @@
 """The slots that one rank writes: which one is next, and larger ones when the state grows.
 
     all fit ──► choose: the reuse rule (core/commit/slots.py), among slots that nobody writes
-    else    ──► a thread leases larger slots; no snapshot until they are there
+    else    ──► a thread leases larger slots; no snapshot until they are there; then the old ones
+                are left, and unmapped once no snapshot is written to them
 
     too few, one holds a whole version of this epoch, and no version of an older epoch is pinned
         ──► a thread leases the others, while snapshots go on
@@ -55,8 +56,6 @@ class RankSlots:
         self._larger: list[MappedSlot] | None = None
         self._further_thread: threading.Thread | None = None  # leases the missing slots
         self._further: list[MappedSlot] = []
-        # They stay mapped: the copy engine may hold views of them until the process ends.
-        self._earlier: list[MappedSlot] = []
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -76,7 +75,8 @@ class RankSlots:
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             if self._larger is not None:
-                self._earlier += self._slots
+                for slot in self._slots:
+                    slot.leave()  # not closed: an earlier snapshot may not have ended
                 self._slots, self._larger = self._larger, None
                 self._missing = self._wanted - len(self._slots)
         if self._further_thread is not None and not self._further_thread.is_alive():
@@ -168,5 +168,5 @@ class RankSlots:
 
     def unmap(self) -> None:
         """Closes the slots. The daemon keeps them."""
-        for slot in (*self._slots, *self._earlier, *(self._larger or ()), *self._further, *self._records):
+        for slot in (*self._slots, *(self._larger or ()), *self._further, *self._records):
             slot.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from reft.client.snapshot.save_plan import ParityTiling, SavePlan, plan_save
-from reft.client.state.structure import changed_beyond_repair, parameter_names
+from reft.client.state.structure import StructureFacts, changed_beyond_repair
 from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement
@@ -41,7 +41,7 @@ class SavePlanner:
         rank: the rank that writes.
         tiling: the sizes of parity columns that suit the engine.
         predicted: the leaves that attach predicts. Their plan is made here, before the first mark.
-        built: names of the parameters that a restarted script builds; None if they are not known.
+        built: what a restarted script builds; None if that is not known.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SavePlanner:
         rank: int,
         tiling: ParityTiling,
         predicted: Sequence[Leaf] | None = None,
-        built: frozenset[str] | None = None,
+        built: StructureFacts | None = None,
     ) -> None:
         self.built = built
         self.tracked = tracked
@@ -77,7 +77,7 @@ class SavePlanner:
         leaves = tensor_index.leaves()
         reused = previous.with_tensors(leaves, tensor_index.tensors) if previous else None
         save_plan = reused or plan_save(self._placement, self._rank, leaves, tensor_index.tensors, self._tiling)
-        now = parameter_names(leaves)
+        now = StructureFacts.of(self.tracked, leaves, tensor_index.names)
         self._current = CurrentPlan(
             tensor_index, tensor_index.versions(), save_plan, changed_beyond_repair(self.built or now, now)
         )

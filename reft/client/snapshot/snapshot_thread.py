@@ -4,7 +4,8 @@
     handover ─► (queue) ─►   slot by the reuse rule ─► COPYING ─────────► copies
                              state unwritten? ─► capsule ─► LANDED ◄───── CopiedEvent
                              header ─► SEALED ─► report ◄──────────────── DigestedEvent
-    void, memory ─► (queue)
+    void ─► (queue)
+    memory ─► thread of its own ─► restarted daemon
 
 All work lies in one queue with one consumer, so a step's answer never overtakes that of an earlier
 step. The queue holds at most one handover: the next mark comes after the fence, and the fence of
@@ -142,6 +143,7 @@ class SnapshotThread:
         self._history = history
         self._trouble_log = TroubleLog()
         self._thread = TaskThread("reft-copier", cpu)
+        self._returning: threading.Thread | None = None  # gives memory back to a restarted daemon
         # step and leaf digests of the newest snapshots of which all bytes were compared
         self.leaf_digests: deque[tuple[int, Mapping[str, str]]] = deque(maxlen=LEAF_DIGESTS_MAX)
 
@@ -157,8 +159,14 @@ class SnapshotThread:
         self._thread.submit(lambda: self._reporter.answer(task.step, StepAnswer.VOID, reason))
 
     def give_back(self) -> None:
-        """Passes memory to a restarted daemon, before the next snapshot."""
-        self._thread.submit(self.give_back_now)
+        """Passes memory to a restarted daemon, in a thread of its own.
+
+        The daemon may be slow, and the fence of the next snapshot waits for the snapshot thread.
+        While it goes on nothing begins: the next reply says again if slots are missing.
+        """
+        if self._returning is None or not self._returning.is_alive():
+            self._returning = threading.Thread(target=self.give_back_now, name="reft-return", daemon=True)
+            self._returning.start()
 
     def give_back_now(self) -> None:
         """Does so in the calling thread: the snapshot thread may wait for a slot of this memory."""
@@ -174,6 +182,8 @@ class SnapshotThread:
     def close(self) -> None:
         """Ends the thread after its last work."""
         self._thread.close()
+        if self._returning is not None:
+            self._returning.join()  # it uses descriptors that are closed next
 
     def _free_slot(self) -> MappedSlot | None:
         """Returns the slot to write next, by the reuse rule, or None."""

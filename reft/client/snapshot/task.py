@@ -114,9 +114,9 @@ class SnapshotTask:
 
     def story(self) -> str:
         """Returns the events in one line, with their times since the first one in milliseconds."""
-        first_s = self.events[0].at_s
-        events = (f"{event.text} +{1000 * (event.at_s - first_s):.1f} ms" for event in self.events)
-        return f"step {self.step}: {', '.join(events)}"
+        events = tuple(self.events)  # the snapshot thread adds some meanwhile
+        times = (f"{event.text} +{1000 * (event.at_s - events[0].at_s):.1f} ms" for event in events)
+        return f"step {self.step}: {', '.join(times)}"
 
     def facts(self) -> dict[str, Any]:
         """Returns the task in JSON types, for a trace."""

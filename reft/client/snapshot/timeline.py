@@ -106,7 +106,7 @@ def snapshot_spans(task: SnapshotTask) -> list[TimelineEvent]:
     """Returns one event for each state of a snapshot, from the task's own events."""
     return [
         TimelineEvent(SNAPSHOTS, f"step {task.step} {begin.text}", begin.at_s, end.at_s)
-        for begin, end in pairwise(task.events)
+        for begin, end in pairwise(tuple(task.events))  # the snapshot thread adds some meanwhile
     ]
 
 

@@ -90,4 +90,6 @@ def check_value(name: str, value: Any) -> None:
 
 def has_tensors(value: Any) -> bool:
     """Returns whether the value is a tensor, or a container with one."""
-    return isinstance(value, torch.Tensor) or any(has_tensors(each) for _, each in entries(value))
+    if type(value) not in CONTAINERS:  # each mark asks this of each number of the state
+        return isinstance(value, torch.Tensor)
+    return any(has_tensors(each) for _, each in entries(value))

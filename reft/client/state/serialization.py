@@ -67,7 +67,7 @@ def finished(value: Any) -> Any:
 
 def _tensor_bytes(tensor: torch.Tensor) -> TensorBytes:
     """Returns the bytes of a tensor on the host."""
-    flat = tensor.contiguous()
+    flat = tensor.resolve_conj().resolve_neg().contiguous()  # a lazy view's own bytes are other ones
     data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return TensorBytes(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 

@@ -9,7 +9,8 @@ layout is judged:
     added groups        by the names of their parameters, in the snapshot's order
 
 What names of parameters can't bring back is not tried: groups of parameters that the model does not
-have, pruned or grown models. `changed_beyond_repair` finds that when it happens.
+have, other parameters in the groups that the script built, pruned or grown models.
+`changed_beyond_repair` finds that when it happens.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.parameters import NamedParameter, ParameterNames
@@ -33,6 +35,34 @@ REQUIRES_GRAD = attrgetter("requires_grad")
 OF_OPTIMIZER = re.compile(r"optimizer\.\d+\.(?!group\d+\.param\d+)")
 NAMES_SHOWN = 3
 Groups = Sequence[Mapping[str, Any]]
+
+
+class StructureFacts(NamedTuple):
+    """The parameters of the objects, and where they are.
+
+    Attributes:
+        parameters: names of all parameters.
+        groups: for each optimizer the names of the parameters in each of its groups, by prefix.
+    """
+
+    parameters: frozenset[str]
+    groups: Mapping[str, Sequence[Sequence[str]]]
+
+    @classmethod
+    def of(cls, tracked: TrackedObjects, leaves: Iterable[Leaf], names: ParameterNames) -> StructureFacts:
+        """Returns what is true now, by the leaves and names of a current tensor index."""
+        groups = {
+            prefix: _names_in(value, names)
+            for prefix, value, extractor in tracked.items()
+            if isinstance(extractor, OptimizerExtractor) and isinstance(value, torch.optim.Optimizer)
+        }
+        return cls(parameter_names(leaves), groups)
+
+    def first_groups(self, tracked: TrackedObjects, counts: Sequence[int]) -> StructureFacts:
+        """Returns the same with only so many groups of each optimizer, as the script made them."""
+        prefixes = [prefix for prefix, _, _ in tracked.items()[len(tracked.modules) :]]
+        count_of = dict(zip(prefixes, counts, strict=True))
+        return self._replace(groups={prefix: each[: count_of[prefix]] for prefix, each in self.groups.items()})
 
 
 def trainable(names: ParameterNames) -> bytes:
@@ -68,7 +98,7 @@ def rebuild(tracked: TrackedObjects, counts: Sequence[int], tree: Mapping[str, A
             del value.param_groups[count:]  # an earlier try made them, for another version
             changes.append(f"{counted(len(earlier), 'group')} taken from {prefix}")
             names = tracked.names()
-        live = [[names[id(parameter)].name for parameter in group["params"]] for group in value.param_groups]
+        live = _names_in(value, names)
         by_name = {named.name: named.tensor for named in names.values() if not named.name.startswith("optimizer.")}
         missing = missing_groups(live, tree.get("subjects", {}).get(prefix, {}).get("groups", ()), by_name)
         for group in missing:
@@ -95,6 +125,11 @@ def missing_groups(live: Sequence[Sequence[str]], saved: Groups, known: Collecti
     return saved[len(live) :] if all(name in known and name not in taken for name in added) else ()
 
 
+def _names_in(optimizer: torch.optim.Optimizer, names: ParameterNames) -> list[list[str]]:
+    """Returns for each group of an optimizer the names of its parameters."""
+    return [[names[id(parameter)].name for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 def _thaw(parameters: Sequence[NamedParameter], saved: bytes) -> int:
     """Gives each parameter the saved bit; returns how many differed."""
     bits = np.unpackbits(np.frombuffer(saved, np.uint8)).astype(bool)
@@ -106,17 +141,23 @@ def _thaw(parameters: Sequence[NamedParameter], saved: bytes) -> int:
     return len(differing)
 
 
-def changed_beyond_repair(built: Collection[str], now: Collection[str]) -> str:
+def changed_beyond_repair(built: StructureFacts, now: StructureFacts) -> str:
     """Returns why a restarted script can't bring back the objects; empty if it can.
 
     Args:
-        built: names of all parameters when the script called attach.
-        now: names of all parameters.
+        built: what the script had built when it called attach.
+        now: what is true now.
     """
+    joined, left = now.parameters - built.parameters, built.parameters - now.parameters
     parts = [
         f"{counted(len(names), 'parameter')} {what} during this run, e.g. {', '.join(sorted(names)[:NAMES_SHOWN])}"
-        for names, what in ((set(now) - set(built), "joined"), (set(built) - set(now), "left"))
+        for names, what in ((joined, "joined"), (left, "left"))
         if names
+    ]
+    parts += [
+        f"the groups of {prefix} got other parameters during this run, or another order"
+        for prefix, groups in now.groups.items()
+        if not joined and not _can_repeat(built.groups.get(prefix, ()), groups)
     ]
     if not parts:
         return ""
@@ -124,6 +165,14 @@ def changed_beyond_repair(built: Collection[str], now: Collection[str]) -> str:
         f"{', and '.join(parts)}. A restarted script builds the model as at the start, so later steps could not be restored. "
         "Make this change before reft.attach."
     )
+
+
+def _can_repeat(built: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> bool:
+    """Returns whether `rebuild` makes these groups from those that the script builds."""
+    if len(now) <= len(built):
+        return [*now] == [*built]
+    known = {name for group in now for name in group if not name.startswith("optimizer.")}
+    return bool(missing_groups(built, [{"params": group} for group in now], known))
 
 
 def parameter_names(leaves: Iterable[Leaf]) -> frozenset[str]:

@@ -20,7 +20,8 @@ from torch import nn
 
 from reft.client.memory import locations
 from reft.client.memory.entries import END, are_same, source_of
-from reft.client.memory.locations import UINT64
+from reft.client.memory.locations import UINT64, extent_of
+from reft.client.state.containers import has_tensors
 from reft.client.state.extract.dtensor import Region, local_piece
 from reft.client.state.inner_tensors import PLAIN_TYPES, InnerTensor, inner_region, inner_tensors
 from reft.client.state.parameters import ParameterNames
@@ -102,6 +103,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 SHAPE = attrgetter("shape")
+STRIDE = torch.Tensor.stride
 ADDRESS = torch.Tensor.data_ptr
 
 
@@ -113,6 +115,8 @@ class TensorPlaces:
         # Those of `_tracked` whose container is not in `_views`.
         self._single_entries: list[tuple[Mapping[Any, Any], Any, object]] = []
         self._sizes: list[tuple[Any, int]] = []
+        # Containers that also have entries without tensors: keys with tensors, the other entries.
+        self._mixed: list[tuple[Mapping[Any, Any], frozenset[Any], Mapping[Any, Any]]] = []
         # What `are_same` reads of each container; their entries, with END behind those of each.
         self._sources: list[Iterable[Any]] = []
         self._entries: list[Any] = []
@@ -130,6 +134,14 @@ class TensorPlaces:
         """Tracks the number of entries of a container."""
         self._sizes.append((container, len(container)))
 
+    def track_others(self, container: Mapping[Any, Any]) -> None:
+        """Tracks that no other entry of a container gets a tensor, and that none joins with one.
+
+        `track_entry` tracks those that have tensors now. What the others are may change.
+        """
+        others = {key: each for key, each in container.items() if not has_tensors(each)}
+        self._mixed.append((container, frozenset(key for key in container if key not in others), others))
+
     def track_entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
         """Tracks the very objects in a container, so that a replaced entry is noticed."""
         if id(container) in self._listed:
@@ -143,7 +155,8 @@ class TensorPlaces:
 
     def rollback_to(self, before: TensorPlaces) -> None:
         """Removes every tensor found since `before`, and puts back replaced values."""
-        earlier = {(id(place), key): value for place, key, value in before._tracked}
+        mixed = {(id(place), key): each for place, _, others in before._mixed for key, each in others.items()}
+        earlier = {**mixed, **{(id(place), key): value for place, key, value in before._tracked}}
         emptied = set()
         for place, key, value in self._tracked:
             if not isinstance(value, torch.Tensor) or not isinstance(place, MutableMapping):
@@ -167,11 +180,18 @@ class TensorPlaces:
             all(len(container) == size for container, size in self._sizes)
             and are_same(self._sources, self._entries, END)
             and all(place.get(key) is value for place, key, value in self._single_entries)
+            and not any(
+                key not in held and has_tensors(each)
+                for container, held, _ in self._mixed
+                for key, each in container.items()
+            )
         )
 
 
 class TensorLocations:
-    """The addresses, sizes and write counts of tensors.
+    """The addresses, extents and write counts of tensors.
+
+    The extent is shape and strides: the bytes at an address mean something else with others.
 
     A fixed tensor changes only in an optimizer's step. Forward may change any other tensor. torch
     does not count the writes of tensors made in inference mode, so these are not fixed: for example
@@ -180,24 +200,26 @@ class TensorLocations:
 
     def __init__(self) -> None:
         # Of each fixed tensor: the leaf's name, its local memory, the tensor on which torch counts
-        # writes, and the address and size of the local memory.
+        # writes, and the address and extent of the local memory.
         self._names: list[str] = []
         self._fixed: list[torch.Tensor] = []
         self._counted: list[torch.Tensor] = []
         self._addresses = array(UINT64)
-        self._sizes = array(UINT64)
+        self._extents = array(UINT64)
         # Of each other tensor.
         self._others: list[torch.Tensor] = []
         self._other_addresses: list[int] = []
         self._shapes: list[torch.Size] = []
+        self._strides: list[tuple[int, ...]] = []
         self._wrappers: list[torch.Tensor] = []
         self._locals: list[torch.Tensor] = []
 
     def track_address(self, tensor: torch.Tensor) -> None:
-        """Tracks the memory address and the shape of a plain tensor."""
+        """Tracks the memory address, the shape and the strides of a plain tensor."""
         self._others.append(tensor)
         self._other_addresses.append(tensor.data_ptr())
         self._shapes.append(tensor.shape)
+        self._strides.append(tensor.stride())
 
     def track_local(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Tracks which local tensor a DTensor has; a plain tensor is its own."""
@@ -206,7 +228,7 @@ class TensorLocations:
             self._locals.append(local)
 
     def track(self, name: str, tensor: torch.Tensor, local: torch.Tensor, counted: torch.Tensor, staged: bool) -> None:
-        """Tracks the address, the size and the write count of a tensor's local memory.
+        """Tracks the address, the extent and the write count of a tensor's local memory.
 
         Args:
             name: the name of the leaf.
@@ -223,10 +245,10 @@ class TensorLocations:
         self._fixed.append(local)
         self._counted.append(counted)
         self._addresses.append(local.data_ptr())
-        self._sizes.append(local.numel())
+        self._extents.extend(extent_of(local))
 
     def current_versions(self) -> Sequence[int] | None:
-        """Returns the fixed tensors' write counts; None if any address or size has changed.
+        """Returns the fixed tensors' write counts; None if any address or extent has changed.
 
         Runs at every mark.
         """
@@ -234,6 +256,7 @@ class TensorLocations:
             all(map(is_, map(local_tensor, self._wrappers), self._locals))
             and list(map(ADDRESS, self._others)) == self._other_addresses
             and list(map(SHAPE, self._others)) == self._shapes
+            and list(map(STRIDE, self._others)) == self._strides
         ):
             return None
         is_in_place, versions = self._read()
@@ -248,9 +271,9 @@ class TensorLocations:
         return self._names
 
     def _read(self) -> tuple[bool, Sequence[int]]:
-        """Returns whether the fixed tensors have their addresses and sizes; their write counts."""
+        """Returns whether the fixed tensors lie as they did; their write counts."""
         versions = array(UINT64, bytes(8 * len(self._fixed)))
-        return locations.read(self._fixed, self._counted, self._addresses, self._sizes, versions), versions
+        return locations.read(self._fixed, self._counted, self._addresses, self._extents, versions), versions
 
 
 @dataclass
@@ -265,7 +288,7 @@ class TensorIndex:
         rename: maps an extractor's name to the name in the whole job.
         names: name and place of each parameter.
         places: the containers in which the tensors were found.
-        locations: addresses and sizes of the tensors.
+        locations: addresses and extents of the tensors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -365,6 +388,10 @@ class TensorIndex:
     def track_size(self, container: Any) -> None:
         """Tracks the number of entries of a container."""
         self.places.track_size(container)
+
+    def track_others(self, container: Mapping[Any, Any]) -> None:
+        """Tracks that no other entry of a container gets a tensor, and that none joins with one."""
+        self.places.track_others(container)
 
     def track_entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
         """Tracks the very objects in a container, so that a replaced entry is noticed."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -233,18 +233,21 @@ def _mapped(name: str, value: Any, kind: type, change: Callable[[str, Any], Any]
     """Returns a value with each object of a kind replaced by `change(key, object)`."""
     if isinstance(value, kind):
         return change(name, value)
-    numbers = itertools.count()
+    return _walk(name, value, kind, change, itertools.count())
 
-    def walk(each: Any) -> Any:
-        if isinstance(each, kind):
-            return change(f"{name}/{next(numbers)}", each)
-        if type(each) in (list, tuple):
-            return type(each)([*map(walk, each)])
-        if type(each) in DICTS:
-            return type(each)({key: walk(item) for key, item in each.items()})
-        return each
 
-    return walk(value)
+def _walk(name: str, each: Any, kind: type, change: Callable[[str, Any], Any], numbers: Iterator[int]) -> Any:
+    """Returns one entry of a value; `numbers` counts the objects of the kind.
+
+    A function inside `_mapped` would be a cycle, which keeps old batches until Python collects.
+    """
+    if isinstance(each, kind):
+        return change(f"{name}/{next(numbers)}", each)
+    if type(each) in (list, tuple):
+        return type(each)([_walk(name, item, kind, change, numbers) for item in each])
+    if type(each) in DICTS:
+        return type(each)({key: _walk(name, item, kind, change, numbers) for key, item in each.items()})
+    return each
 
 
 def _is_large(tensor: torch.Tensor) -> bool:

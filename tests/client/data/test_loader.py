@@ -352,3 +352,25 @@ class InBulk(Dataset[Any]):
 def test_datasets_that_fetch_in_bulk_do_so():
     loader = DataLoader(InBulk(), batch_sampler=BatchSampler(SequentialSampler(InBulk()), 3, False), collate_fn=tuple)
     assert [list(reft.ResumableLoader(loader).endless().__next__())] == [[0, 10, 20]]
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_pass_that_is_left_early_ends_at_the_same_batch_after_a_restart(at):
+    """The test stands at the top of the body, as the docstring of ResumableLoader says."""
+    first, resumed = (resumable(batch_size=1) for _ in range(2))
+    handed: list[tuple[int, int]] = []
+    states = []
+
+    def train(loader, epochs):
+        for epoch in loader.epochs(epochs):
+            for _ in loader:
+                if loader.batch > 3:
+                    break
+                handed.append((epoch, loader.batch))
+                states.append(loader.state_dict())
+
+    train(first, 2)
+    expected, handed[:] = handed[at:], []
+    resumed.load_state_dict(states[at - 1])
+    train(resumed, 2)
+    assert handed == expected and len(states) >= 6

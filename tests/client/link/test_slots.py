@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import weakref
 
 import numpy as np
 import pytest
@@ -53,5 +54,23 @@ def test_a_descriptor_is_kept_only_with_keeps(descriptor, keeps):
     assert not out.any()
     assert slot.descriptor == (descriptor if keeps else -1)
     slot.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_left_slot_stays_until_its_last_user_goes(descriptor, is_closed):
+    slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps=True)
+    pages = weakref.ref(slot.map)
+    slot.leave()
+    slot.leave()
+    out = np.ones(PAGE, np.uint8)
+    slot.map.read(PAGE, out)
+    assert not out.any() and slot.descriptor == descriptor, "a running snapshot writes on"
+    if is_closed:
+        slot.close()
+        slot.close()
+    del slot
+    assert pages() is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

@@ -47,3 +47,10 @@ def test_state_that_depends_on_the_old_pieces_is_not_wanted_so_the_restore_names
     placed = replace(HELD, form='[[["placed",["S0"],[8,6],[6,1]]],"",null]')
     for held in (statistic, tagged, placed):
         assert with_unforeseen_state(NEW, [held]) == list(NEW)
+
+
+def test_a_tensor_that_training_put_into_a_group_goes_to_each_rank():
+    rate, members = leaf("optimizer.0.group1.lr", ()), leaf("optimizer.0.0.group0.lr", ())
+    foreign = leaf("optimizer.0.group1.param0", (3,))
+    first, second = with_unforeseen_state(NEW, [rate, members, foreign])
+    assert first == (*NEW[0], members, rate) and second == (*NEW[1], members, rate)

@@ -44,6 +44,7 @@ from reft.wire.capsule_format import NO_NAMES
 from reft.wire.messages import places_from
 from reft.wire.slot_format import Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.daemons import until
 from tests.support.streams import Inline
 
 OLD, NEW = Epoch(1, b"o" * 16), Epoch(2, b"n" * 16)
@@ -94,7 +95,7 @@ class FakeSlots:
         for index in range(count):
             geometry = Geometry(1 << 16, data_bytes, 4096)
             map_ = SlotMap.create(np.zeros(geometry.file_bytes, np.uint8), geometry, "job", 0)
-            slot = SimpleNamespace(index=index, map=map_, descriptor=-1)
+            slot = SimpleNamespace(index=index, map=map_, descriptor=-1, leave=lambda: None)
             slot.view = lambda slot=slot: Slot(slot.index, slot.map.header.state, slot.map.header.version)
             self.slots.append(slot)
 
@@ -394,9 +395,31 @@ def test_memory_that_a_restarted_daemon_refuses_is_logged(rank, caplog):
     rank.slots._slots[0].descriptor = 7
     rank.slots._leases = SimpleNamespace(give_back=lambda kept: 1 / 0)
     rank.step()
+    text = "could not be given the memory of its slots: division by zero"
     with caplog.at_level(logging.WARNING, "reft"):
         rank.take(1)
-    assert "could not be given the memory of its slots: division by zero" in caplog.text
+        until(lambda: text in caplog.text, what="the warning")
+
+
+def test_a_daemon_that_is_slow_to_take_memory_back_holds_up_no_snapshot(rank):
+    """The fence of a snapshot waits for the snapshot thread, which must not wait for the daemon."""
+    is_taken, begun, ended = threading.Event(), [], []
+
+    def give_back(kept):
+        begun.append(kept)
+        is_taken.wait(10)
+        ended.append(kept)
+
+    rank.slots._slots[0].descriptor = 7
+    rank.slots._leases = SimpleNamespace(give_back=give_back)
+    for step in (1, 2):
+        rank.reporter.reply.slots_missing = True
+        rank.step()
+        assert rank.take(step) == (StepAnswer.SEALED, "")
+    assert len(begun) == 1 and not ended, "one at a time, beside the snapshots"
+    is_taken.set()
+    rank.snapshots.thread.close()
+    assert len(ended) == 1, "closing waits: the descriptors are closed next"
 
 
 def test_waiting_for_a_step_returns_memory_to_a_restarted_daemon(rank):

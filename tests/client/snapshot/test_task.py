@@ -106,3 +106,18 @@ def test_a_slot_is_busy_until_its_task_is_over_however_many_tasks_follow():
     slow.void(0.0, "torn")
     history.ended(slow)
     assert history.busy_slots() == set()
+
+
+@pytest.mark.parametrize("read", [SnapshotTask.facts, snapshot_spans], ids=["facts", "spans"])
+def test_a_task_is_read_while_the_snapshot_thread_adds_events(read):
+    class Growing(str):
+        """An event's text that adds another event as it is read."""
+
+        def __format__(self, spec: str) -> str:
+            task.note(3.0, "ticked")
+            return str(self)
+
+    task = SnapshotTask(17, 1.0)
+    for _ in range(3):
+        task.note(2.0, Growing("held"))
+    assert "held" in str(read(task))

@@ -66,6 +66,43 @@ def test_a_single_entry_and_a_size_are_noticed():
     assert not places.is_current()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries: entries.update(n=A),
+        lambda entries: entries.update(n=[1, A]),
+        lambda entries: entries.update(later=B),
+        lambda entries: entries["list"].append(A),
+        lambda entries: entries["list"][0].update(x=A),
+        lambda entries: (entries.pop("n"), entries.update(m=A)),  # as many entries as before
+        lambda entries: entries.update(a=1),
+        lambda entries: (entries.pop("a"), entries.update(b=A)),
+    ],
+)
+def test_a_tensor_that_comes_to_a_number_of_a_container_is_noticed(change):
+    entries = {"n": 1, "a": A, "list": [{"x": 1}]}
+    places = TensorPlaces()
+    places.track_entry(entries, "a", A)
+    places.track_others(entries)
+    assert places.is_current()
+    entries.update(n=2.5, list=[{"x": None}], text="numbers and lists of numbers may change")
+    assert places.is_current()
+    change(entries)
+    assert not places.is_current()
+
+
+def test_a_number_that_a_restore_made_a_tensor_is_put_back():
+    group = {"lr": 0.1, "a": A}
+    before, after = TensorIndex(), TensorIndex()
+    before.add("a", group, "a", A)
+    before.track_others(group)
+    group.update(lr=B, more=torch.ones(4))
+    for key in ("a", "lr", "more"):
+        after.add(key, group, key, group[key])
+    after.rollback_to(before)
+    assert group == {"lr": 0.1, "a": A}
+
+
 def test_moved_and_resized_memory_is_noticed():
     fixed, staged = torch.zeros(4), torch.zeros(2, 2)
     locations = TensorLocations()
@@ -75,6 +112,10 @@ def test_moved_and_resized_memory_is_noticed():
     staged.resize_(4)  # as many elements at the same address
     assert locations.current_versions() is None
     staged.resize_(2, 2)
+    assert locations.current_versions() == locations.versions()
+    staged.data = staged.data.t()
+    assert locations.current_versions() is None
+    staged.data = staged.data.t()
     assert locations.current_versions() == locations.versions()
     fixed.resize_(3)
     assert locations.current_versions() is None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -102,6 +104,17 @@ def test_every_kind_of_value_comes_back():
     assert torch.equal(other.reft_held.tensors["batch/0"], many), "the loop writes its own tensor, not the stage"
 
 
+@pytest.mark.parametrize("size", [2, BIG])
+def test_lazy_views_come_back_with_the_values_that_the_loop_sees(size):
+    numbers = torch.complex(torch.arange(float(size)), torch.arange(float(size)) - 1)
+    loop = Values(conjugate=numbers.conj(), negative=numbers.conj().imag, pair=[numbers.conj()])
+    assert loop.conjugate.is_conj() and loop.negative.is_neg()
+    other = Values(conjugate=torch.zeros(size, dtype=torch.complex64), negative=torch.zeros(size), pair=[])
+    round_trip(loop, other)
+    assert torch.equal(other.conjugate, loop.conjugate) and torch.equal(other.pair[0], loop.pair[0])
+    assert torch.equal(other.negative, loop.negative) and other.negative.dtype is torch.float32
+
+
 def test_large_tensors_are_staged_leaves_of_each_rank():
     loop = Values(small=torch.zeros(LARGE // 4), large=torch.zeros(BIG), pair=[torch.zeros(BIG, 2)])
     found = {leaf.name: leaf for leaf in leaves(loop)}
@@ -126,6 +139,21 @@ def test_a_rebound_value_keeps_its_place_and_another_shape_gets_another_one():
     loop.batch = None
     loop.reft_held.refresh()
     assert not index.is_current() and not loop.reft_held.tensors
+
+
+def test_a_rebound_batch_is_freed_at_once_and_not_when_python_collects():
+    """Objects in cycles wait for the collector, which a few large tensors do not wake."""
+    values = Values(best=1.0, batch=torch.ones(BIG), pair=[torch.ones(BIG)])
+    gc.collect()
+    gc.disable()
+    try:
+        held_leaves = leaves(values)
+        values.reft_held.held()
+        batches = [weakref.ref(values.batch), weakref.ref(values.pair[0])]
+        values.batch, values.pair = torch.zeros(BIG), []
+        assert [batch() for batch in batches] == [None, None] and len(held_leaves) == 2
+    finally:
+        gc.enable()
 
 
 def test_stages_are_made_like_the_leaves_of_a_snapshot():

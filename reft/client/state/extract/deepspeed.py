@@ -27,7 +27,7 @@ from torch import distributed
 
 from reft.client.state.extract import zero3
 from reft.client.state.extract.dtensor import Region
-from reft.client.state.extract.optimizers import OptimizerExtractor
+from reft.client.state.extract.optimizers import OptimizerExtractor, track_group
 from reft.client.state.extract.registry import Removable
 from reft.client.state.extract.wrapping import WrappedMethod, between
 from reft.client.state.parameters import FlatSlice, NamedParameter, ParameterNames
@@ -131,6 +131,8 @@ class DeepSpeedExtractor(OptimizerExtractor):
             core = value.optimizer.optimizer
             index.track_entry(vars(value.optimizer), "optimizer", core)
             index.track_entry(vars(core), "state", core.state)
+            for group in core.param_groups:  # ZeRO-3's are not those of `owner`
+                track_group(index, group)
         super().bind(index, prefix, self.owner(value), names)
 
     def capture(self, prefix: str, value: Any, names: ParameterNames) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -36,9 +37,12 @@ from reft.client.state.extract.wrapping import WrappedMethod
 from reft.client.state.inner_tensors import InnerTensor, has_inner_tensors, inner_region, inner_tensors, piece_region
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
-from reft.client.state.tensors import TensorIndex, leaf_of
+from reft.client.state.tensors import TensorIndex, device_of, leaf_of
 from reft.core.layout.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
+
+# A tensor in a group, behind the optimizer's prefix; a parameter that no model has is none.
+GROUP_TENSOR = re.compile(r"group(\d+)\.(?!param\d+)([^/]+)", re.DOTALL)
 
 
 class _FixedState(NamedTuple):
@@ -47,6 +51,7 @@ class _FixedState(NamedTuple):
     kind: str
     groups: list[list[str]]  # for each group, the names of its parameters
     shared: list[list[str]]
+    group_tensors: list[list[Any]]  # see `_group_tensors`
     has_scalars: bool  # whether the state has numbers; their values do change
 
 
@@ -96,16 +101,19 @@ class OptimizerExtractor:
                 f"{prefix} keeps state under {foreign[0]!r:.60}, which is not a parameter; that state would be lost."
             )
         for g, group in enumerate(value.param_groups):
-            index.track_entries(group["params"])
+            track_group(index, group)
             for key, each in group.items():
                 if isinstance(each, torch.Tensor):
-                    index.add(f"{prefix}.group{g}.{key}", group, key, each, staged=True)
+                    added = index.add(f"{prefix}.group{g}.{key}", group, key, each, staged=True)
+                    if each.device.type != "cpu":
+                        index.forms.update({leaf: StateForm(on_host=False).text() for leaf, _ in added if leaf})
             for parameter in group["params"]:
                 named = names[id(parameter)]
                 if not named.name.startswith(("model.", "state.")):
                     _add_pieces(index, "", {named.name: parameter}, named.name, named)
         for group in owner.param_groups:
-            index.track_entries(group["params"])
+            if owner is not value:
+                track_group(index, group)
             for parameter in group["params"]:
                 if (state := owner.state.get(parameter)) is not None:
                     self._bind_state(index, prefix, names[id(parameter)], state, on_device)
@@ -159,11 +167,12 @@ class OptimizerExtractor:
         names: ParameterNames,
         buffer: HugePageBuffer,
     ) -> None:
-        """Creates state by the forms of its leaves.
+        """Creates state by the forms of its leaves, and tensors of groups.
 
         A list or a dict comes as a dict; `restore` makes the container from the capsule.
         """
         state = self.owner(value).state
+        leaves = [leaf for leaf in leaves if not _make_in_group(prefix, value, leaf, names)]
         by_name = {named.name: named for named in names.values()}
         by_run = {run.name: named for named in names.values() for run in named.runs}
         on_device = _with_steps_on_device(self.owner(value))
@@ -212,6 +221,7 @@ class OptimizerExtractor:
         state = self.owner(value).state
         return {
             **({"shared": fixed.shared} if fixed.shared else {}),
+            **({"group_tensors": fixed.group_tensors} if fixed.group_tensors else {}),
             "class": fixed.kind,
             "groups": [
                 {"params": names_of_group, "values": each}
@@ -225,7 +235,8 @@ class OptimizerExtractor:
         state = self.owner(value).state
         entries = [*itertools.chain.from_iterable(values.values() for values in state.values())]
         has_scalars = not all(isinstance(each, torch.Tensor) for each in entries)
-        return _FixedState(self._class_of(value), groups, _shared_tensors(state, names), has_scalars)
+        shared, group_tensors = _shared_tensors(state, names), _group_tensors(value.param_groups)
+        return _FixedState(self._class_of(value), groups, shared, group_tensors, has_scalars)
 
     def restore(
         self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames, saved: Mapping[str, Any]
@@ -241,6 +252,7 @@ class OptimizerExtractor:
                 f"the optimizer's {len(live_groups)} parameter groups have other parameters, or another order,"
                 f" than the {len(saved['groups'])} groups of the snapshot."
             )
+        _share_group_tensors(value.param_groups, saved.get("group_tensors", ()))
         state = self.owner(value).state
         for group, saved_group in zip(value.param_groups, saved["groups"], strict=True):
             group.update(from_plain(saved_group["values"]))
@@ -419,14 +431,40 @@ def _add_pieces(
         index.track_address(value)
 
 
-def _track(index: TensorIndex, container: Mapping[Any, Any] | Sequence[Any]) -> None:
-    """Tracks a container of the state: all its entries, or its size if a dict has numbers.
+def track_group(index: TensorIndex, group: Mapping[str, Any]) -> None:
+    """Tracks a group's parameters and tensors, and that nothing else becomes a tensor."""
+    index.track_entry(group, "params", group["params"])
+    index.track_entries(group["params"])
+    for key, each in group.items():
+        if isinstance(each, torch.Tensor):
+            index.track_entry(group, key, each)
+    index.track_others(group)
 
-    A number is another object after each step.
+
+def _make_in_group(prefix: str, value: torch.optim.Optimizer, leaf: Leaf, names: ParameterNames) -> bool:
+    """Makes a tensor that training has put into a group; returns False for any other leaf."""
+    match = GROUP_TENSOR.fullmatch(leaf.name.removeprefix(f"{prefix}."))
+    if match is None or int(match[1]) >= len(value.param_groups) or leaf.shape != leaf.global_shape:
+        return False
+    on_device = StateForm.of(leaf).on_host is False
+    device = device_of(named.local for named in names.values()) if on_device else "cpu"
+    made = torch.empty_strided(leaf.shape, leaf.stride, dtype=getattr(torch, leaf.dtype), device=device)
+    value.param_groups[int(match[1])][match[2]] = made
+    return True
+
+
+def _track(index: TensorIndex, container: Mapping[Any, Any] | Sequence[Any]) -> None:
+    """Tracks a container of the state: all entries, or those with tensors of a dict with numbers.
+
+    A number is another object after each step. In a list each entry counts, as their order does.
     """
-    held = (torch.Tensor, list, tuple, dict)
-    has_numbers = isinstance(container, Mapping) and not all(isinstance(each, held) for each in container.values())
-    (index.track_size if has_numbers else index.track_entries)(container)
+    if all(map(has_tensors, container.values() if isinstance(container, Mapping) else container)):
+        index.track_entries(container)
+    elif isinstance(container, Mapping):
+        index.track_others(container)
+    else:
+        index.track_entries(container)
+        index.track_others(dict(enumerate(container)))  # a list in it may get a tensor
 
 
 def _tensors_in(
@@ -577,6 +615,39 @@ def _allocate(leaf: Leaf, parameter: torch.Tensor, buffer: HugePageBuffer, on_ho
     if on_host or parameter.device.type == "cpu":
         return buffer.empty(leaf, dtype)
     return torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=parameter.device)
+
+
+def _group_tensors(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Returns the tensors in an optimizer's groups, and which of them are the same object.
+
+    Each entry is [group, key, group and key of the first place with the tensor]. Only the first
+    place is a leaf. Example: one tensor as the learning rate of all groups.
+    """
+    first: dict[int, list[Any]] = {}
+    places = [
+        (each, [g, key])
+        for g, group in enumerate(groups)
+        for key, each in group.items()
+        if isinstance(each, torch.Tensor)
+    ]
+    return [[*place, *first.setdefault(id(each), place)] for each, place in places]
+
+
+def _share_group_tensors(groups: Sequence[MutableMapping[str, Any]], saved: Iterable[Sequence[Any]]) -> None:
+    """Puts the first tensor into all places that had it and have none.
+
+    Raises:
+        LayoutChanged: there is no such tensor.
+    """
+    for g, key, first, first_key in saved:
+        if isinstance(groups[g].get(key), torch.Tensor):
+            continue
+        if not isinstance(tensor := groups[first].get(first_key), torch.Tensor):
+            raise LayoutChanged(
+                f"group {g} of the snapshot's optimizer has a tensor {key!r} that shares memory with other state; this job's "
+                "group has none."
+            )
+        groups[g][key] = tensor
 
 
 def _shared_tensors(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> list[list[str]]:
