@@ -92,7 +92,7 @@ def test_a_rank_that_failed_before_others_were_missed_still_says_why(monkeypatch
     rank_group: Any = object.__new__(RankGroup)
     group = SimpleNamespace(get_group_store=lambda: None)
     vars(rank_group).update(group=group, rank=0, world=2, _deadline_s=DEADLINE_S, _exchange=0)
-    with pytest.raises(RanksMissing, match="^rank 1 of 2 did not come within 60 s: timed out"):
+    with pytest.raises(RanksMissing, match=r"^rank 1 of 2 did not come within 60 s: timed out"):
         rank_group.gather_or_raise(dict)
     with pytest.raises(RanksMissing) as raised:
         rank_group.gather_or_raise(fail)

@@ -118,7 +118,7 @@ def random_move(seed: int) -> Plans:
 
 
 def lost_sections(seed: int) -> Plans:
-    """Returns the plans of a move to fewer ranks, after the loss of a node with three or four ranks.
+    """Returns the plans of a move to fewer ranks, after the loss of a node.
 
     Only the lost slots had their rows. A rank that reads slots at hand makes several of these
     sections, of several windows each.
