@@ -27,7 +27,7 @@ from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
 from reft.client.restore.executor import NO_RANK, LoadReport, TransferExecutor
 from reft.client.restore.materialize import live_tensors
-from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank
+from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank, refuse_resized
 from reft.client.restore.remote_slots import remote_read_s
 from reft.client.restore.replay import ReplayReport, replay_s, replay_sections
 from reft.client.restore.reshard import ShapeChange, facts_of
@@ -107,9 +107,13 @@ class Restore:
         damaged = []
         for old in sorted(olds if self.change else {*olds, context.rank}):
             try:
-                opened[old] = open_old_rank(context, old)
+                each = open_old_rank(context, old)
+                leaves = self.change.before[old] if self.change else self.predicted
+                if each.slot is None:
+                    refuse_resized(old, each.tree, leaves)
                 if self.change:
-                    facts[old] = facts_of(context.placement, old, opened[old], self.change.before[old])
+                    facts[old] = facts_of(context.placement, old, each, leaves)
+                opened[old] = each
             except FormatError:
                 damaged.append(old)
         return opened, OpenReport(tuple(damaged), {old: each.samples for old, each in opened.items()}, facts)
