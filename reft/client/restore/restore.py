@@ -46,7 +46,6 @@ from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire.slot_format import Bytes, SlotMap
 
 SIZES = TransferSizes()
-NOTHING_REPLAYED: Mapping[int, SlotMap] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Restore:
         tensors: Mapping[str, torch.Tensor],
         transport: Transport | None,
         at_chunk: AtChunk,
-        replayed: Mapping[int, SlotMap] = NOTHING_REPLAYED,
+        replayed: Mapping[int, SlotMap] = MappingProxyType({}),
     ) -> LoadReport:
         """Fills the live tensors; reports damaged slots and faults. All ranks call it together.
 
@@ -258,7 +257,7 @@ def run_restore(
     opened, opens = share(rank_group, restore.open, OpenReport)
     if damaged := damaged_at_open(opens):
         return RestoreResult(damaged, is_mismatched=not any(report.damaged for report in opens))
-    replayed: Mapping[int, SlotMap] = NOTHING_REPLAYED
+    replayed: Mapping[int, SlotMap] = {}
     if restore.replay_s:
         replayed, reports = share(rank_group, restore.replay, ReplayReport, restore.replay_s)
         if refused := {number: why for report in reports for number, why in report.refused.items()}:
