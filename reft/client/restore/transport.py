@@ -102,7 +102,7 @@ class GroupTransport:
         return self._begin(partial(dist.irecv, staged, group_src=source), source, lambda: target.copy_(staged))
 
     def close(self) -> None:
-        """Destroys the group if it was made for this load; all ranks have ended the load."""
+        """Destroys the group if it was made for this load, which all ranks have ended."""
         if self._device is not None:
             dist.destroy_process_group(self._group)
 
