@@ -200,8 +200,11 @@ def call(address: str, method: str, request: Any, deadline_s: float) -> Any:
     Raises:
         ReftError: the call failed; see `error_of`.
     """
-    with channel(address) as connection:
-        return _call(connection, address, method, request, deadline_s)
+    try:
+        with channel(address) as connection:
+            return invoke(connection, method, request, deadline_s)
+    except grpc.RpcError as error:
+        raise error_of(error, address) from error
 
 
 class DaemonCalls:
@@ -218,14 +221,21 @@ class DaemonCalls:
 
     @contextlib.contextmanager
     def channel(self, address: str) -> Iterator[grpc.Channel]:
-        """Yields a channel to the daemon at a unix socket."""
+        """Yields a channel to the daemon at a unix socket, for calls that raise grpc.RpcError."""
         if self._channels is None:
             with channel(address) as own:
                 yield own
             return
         if address not in self._channels:
             self._channels[address] = channel(address)
-        yield self._channels[address]
+        try:
+            yield self._channels[address]
+        except grpc.RpcError as error:
+            # A channel that has failed to connect fails all calls for up to a second, also after a
+            # daemon was started.
+            if isinstance(error_of(error, address), DaemonUnavailable):
+                self._channels.pop(address).close()
+            raise
 
     def call(self, address: str, method: str, request: Any, deadline_s: float) -> Any:
         """Calls a method of the daemon at a unix socket, and returns the reply.
@@ -233,15 +243,11 @@ class DaemonCalls:
         Raises:
             ReftError: the call failed; see `error_of`.
         """
-        with self.channel(address) as connection:
-            try:
-                return _call(connection, address, method, request, deadline_s)
-            except DaemonUnavailable:
-                # A channel that has failed to connect fails all calls for up to a second, also
-                # after a daemon was started.
-                if self._channels is not None:
-                    self._channels.pop(address).close()
-                raise
+        try:
+            with self.channel(address) as connection:
+                return invoke(connection, method, request, deadline_s)
+        except grpc.RpcError as error:
+            raise error_of(error, address) from error
 
     def close(self) -> None:
         """Closes the shared connections."""
@@ -259,13 +265,6 @@ def invoke(connection: grpc.Channel, method: str, request: Any, deadline_s: floa
     name, reply = method_of(pb_grpc.DaemonStub, method)
     # A stub would make an object for each method of the daemon.
     return connection.unary_unary(name, type(request).SerializeToString, reply.FromString)(request, timeout=deadline_s)
-
-
-def _call(connection: grpc.Channel, address: str, method: str, request: Any, deadline_s: float) -> Any:
-    try:
-        return invoke(connection, method, request, deadline_s)
-    except grpc.RpcError as error:
-        raise error_of(error, address) from error
 
 
 def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio.Channel:

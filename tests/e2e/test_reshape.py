@@ -27,12 +27,12 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder, self.steps, self.turn = folder, 0, 0
 
-    def run(self, kind: str, nodes: Sequence[DaemonProcess], steps: int = 3) -> list[dict]:
+    def run(self, kind: str, nodes: Sequence[DaemonProcess], steps: int = 3, **more: object) -> list[dict]:
         """Trains `steps` more steps, one rank on each of `nodes`; returns the results.
 
         Compares the restored state with torch's checkpoint of the shape before.
         """
-        options = {"kind": kind, "save": str(self.folder / f"dcp{self.turn + 1}")}
+        options = {"kind": kind, "save": str(self.folder / f"dcp{self.turn + 1}"), **more}
         if self.turn:
             options["load"] = str(self.folder / f"dcp{self.turn}")
         began, self.turn, self.steps = self.steps, self.turn + 1, self.steps + steps
@@ -119,12 +119,15 @@ def test_the_state_of_a_foreign_optimizer_is_resharded(site, tmp_path):
     assert {each["from"] for each in job.run("fsdp2+lion", nodes)} == {"peers"}
 
 
-def test_pipeline_stages_are_merged_with_slots_of_a_node_that_left_the_job(site, tmp_path):
+@pytest.mark.parametrize("schedule", [False, True])
+def test_pipeline_stages_are_merged_with_slots_of_a_node_that_left_the_job(site, tmp_path, schedule):
     nodes = site.add(2)
     job = Job(tmp_path)
-    job.run("pp2", nodes)
-    assert job.run("pp1", nodes[1:])[0]["from"] == "peers"
+    job.run("pp2", nodes, schedule=schedule)
+    assert job.run("pp1", nodes[1:], schedule=schedule)[0]["from"] == "peers"
     assert ranks_held(nodes[1]) == {0}
+    if schedule:
+        job.run("pp2", nodes, schedule=True)
 
 
 @pytest.mark.slow

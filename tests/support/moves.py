@@ -158,8 +158,10 @@ def drawn_move(
 ) -> tuple[Move, dict[str, list[int]], list[int]]:
     """Returns a move, the ranks of each new node, and the ranks of one old node to lose."""
     domains = [rank // per_node for rank in range(old.world)]
-    move = Move(whole, old, new, domains, rng.choice(("auto", "aec", "arc", "none")), rng.choice((None, 1, 2)),
-                slots=4)  # fmt: skip
+    scheme, tolerate = rng.choice(("auto", "aec", "arc", "aor", "none")), rng.choice((None, 1, 2))
+    # Without inline leaves, small unreplicated leaves are in sections, too.
+    inline_bytes_max = rng.choice((0, INLINE_BYTES_MAX))
+    move = Move(whole, old, new, domains, scheme, tolerate, slots=4, inline_bytes_max=inline_bytes_max)
     nodes: dict[str, list[int]] = {}
     for rank in range(new.world):
         nodes.setdefault(f"node{rng.randrange(new.world + 1)}", []).append(rank)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import reft
+from reft.schedules import OneFOneB
 from tests.support.foreign_optimizers import Lion
 from tests.support.trainers import Trainers
 
@@ -218,8 +219,9 @@ def run(spec: dict[str, Any]) -> None:
     torch.manual_seed(100 + rank)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     loader = Loader(world) if options.get("plain_loader") else SharedLoader(world)
+    schedule = OneFOneB(rank, world, 4) if options.get("schedule") else None
     session = reft.attach(
-        model, optimizer, state={"lr": scheduler, "data": loader}, job=spec["job"], daemon=spec["daemon"]
+        model, optimizer, schedule, state={"lr": scheduler, "data": loader}, job=spec["job"], daemon=spec["daemon"]
     )
     result: dict[str, Any] = {"began": session.step, "from": session.restored_from, "given": loader.given}
     result["random"] = random_digest()

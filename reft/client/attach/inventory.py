@@ -141,7 +141,8 @@ class AbsentNodeSurvey:
             reply: pb.SurveyReply = self.daemon.call("Survey", request, DEADLINE_S)
             return RankMessage(reply.SerializeToString())
 
-        return pb.SurveyReply.FromString(gather(self.rank_group, ask, RankMessage)[self.rank].data)
+        messages = gather(self.rank_group, ask, RankMessage, extra_s=DEADLINE_S)
+        return pb.SurveyReply.FromString(messages[self.rank].data)
 
 
 def survey_absent_nodes(

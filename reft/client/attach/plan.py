@@ -186,7 +186,7 @@ def recover_at_start(settings: Config, job: str, survey: JobSurvey, attempt: Att
         AttachError, RestoreError: see `recover`; or restores ended too often.
     """
     erased = attempt.erased
-    recovery = recover(job, survey, erased, may_start_fresh(survey, erased - attempt.mismatched))
+    recovery = recover(job, survey, erased, holdings.may_start_fresh(survey.inventory, erased - attempt.mismatched))
     count = survey.inventory.restores
     if recovery.base is None or count is None or not count.goes_back or settings.restore == "newest":
         return recovery
@@ -203,11 +203,6 @@ def recover_at_start(settings: Config, job: str, survey: JobSurvey, attempt: Att
             "read the logs of the ranks for what ends them; then start the job once with REFT_RESTORE=newest",
         )
     return older
-
-
-def may_start_fresh(survey: JobSurvey, erased: Collection[Erasure]) -> bool:
-    """Decides whether an attach may start without a base: if nothing of the job was ever whole."""
-    return holdings.may_start_fresh(survey.inventory, erased)
 
 
 def refuse_fresh_start(settings: Config, job: str, survey: JobSurvey) -> None:

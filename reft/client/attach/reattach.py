@@ -25,8 +25,9 @@ Invariants
      again. From `decide` on the old epoch may be over, so the threads try again until the new one
      holds. Training goes on in all cases.
   3. If a rank is missing in an exchange, the rank group is of no more use, and reviews end until
-     the job restarts. `session.stats()` and one line of the log say so. A rank that is only late is
-     not missing: no exchange begins before all threads wait.
+     the job restarts. From `decide` on no snapshot is taken until then, either. `session.stats()`
+     and one line of the log say so. A rank that is only late is not missing: no exchange begins
+     before all threads wait.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -174,7 +175,7 @@ class PlacementReviews:
         except Exception as error:
             # No error of reft may stop training.
             self.is_over = not isinstance(error, ReftError) or isinstance(error, RanksMissing)
-            self._note_failure(error)
+            self._note_failure(error, snapshots)
             self._attempts, self._ended, self._last_step = self._attempts + 1, self._ended + 1, self._step
             return
         before, self.mismatched = self.mismatched, tuple(manifest.mismatched)
@@ -185,16 +186,22 @@ class PlacementReviews:
         self._is_replaced.wait()
         snapshots.retire()
 
-    def _note_failure(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception, snapshots: Snapshotter) -> None:
         if not self.is_over:
             text = f"the placement was not made anew: {message(error)} Training goes on.{remedy(error)}"
             log.warning("rank %d: %s", self.context.rank, text)
             return
+        held = (
+            "no snapshot is taken"
+            if snapshots.is_held
+            else "state that attach could not predict stays unreplicated, and while replicas differ no step becomes whole"
+        )
         log.error(
-            "rank %d: reft no longer reviews its placement: %s Training goes on. Until the job restarts, state that attach "
-            "could not predict stays unreplicated, and while replicas differ no step becomes whole.\nFix: restart the job",
+            "rank %d: reft no longer reviews its placement: %s Training goes on. Until the job restarts, %s."
+            "\nFix: restart the job",
             self.context.rank,
             message(error),
+            held,
         )
 
 
@@ -234,25 +241,7 @@ def reattach(
     except BaseException:
         resume(introduction, snapshots)
         raise
-    pause_s = 1.0
-    while True:
-        try:
-            decide(context, introduction, plan)
-            secure(context, introduction, plan)
-            break
-        except RanksMissing:
-            raise
-        except ReftError as error:
-            log.error(
-                "rank %d takes no snapshots until its daemons have the new layout: %s%s",
-                context.rank,
-                message(error),
-                remedy(error),
-            )
-            if is_closing.wait(pause_s):
-                raise
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
-            plan = plan_layout()
+    plan = carry_out(context, introduction, plan, plan_layout, is_closing)
     leases = leases_of(context, introduction, plan)
     slots = lease_alone(introduction, plan, leases)
     records = lease_records_alone(context, introduction, plan, leases)
@@ -369,6 +358,51 @@ def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan)
             introduction.daemon.call("Decide", decide_request(introduction, plan, trains=True))
 
     together(context.rank_group, store)
+
+
+def carry_out(
+    context: AttachContext,
+    introduction: Introduction,
+    plan: AttachPlan | None,
+    plan_again: Callable[[], AttachPlan],
+    is_closing: threading.Event,
+) -> AttachPlan:
+    """Stores the decision and secures its base; tries again until all daemons have both.
+
+    The threads of all ranks call it together.
+
+    Args:
+        context: what every step needs.
+        introduction: the ranks and nodes that take part.
+        plan: the plan of the first try.
+        plan_again: makes the plan of a later try. A daemon that is down now fails it, too.
+        is_closing: set when the session ends.
+
+    Returns:
+        The plan that holds.
+
+    Raises:
+        ReftError: a rank is missing, or the session ends.
+    """
+    pause_s = 1.0
+    while True:
+        try:
+            plan = plan or plan_again()
+            decide(context, introduction, plan)
+            secure(context, introduction, plan)
+            return plan
+        except RanksMissing:
+            raise
+        except ReftError as error:
+            log.error(
+                "rank %d takes no snapshots until its daemons have the new layout: %s%s",
+                context.rank,
+                message(error),
+                remedy(error),
+            )
+            if is_closing.wait(pause_s):
+                raise
+            plan, pause_s = None, min(2 * pause_s, PAUSE_MAX_S)
 
 
 def resume(introduction: Introduction, snapshots: Snapshotter) -> None:

@@ -88,7 +88,7 @@ def restored(
             lines.append(from_storage(job, base, job_survey.storage))
         lines.append(f"job {job}: restored {base} from {source}, {size}.")
         count = job_survey.inventory.restores
-        if count is not None and base.step < count.step:
+        if count is not None and count.goes_back and base.step < count.step:
             lines.append(went_back(count, base))
     if plan.capsules and base is not None:
         before = job_survey.manifests[base.epoch]
@@ -109,7 +109,8 @@ def restored(
     for shortfall in plan.partial[:3]:
         ranks = ", ".join(map(str, shortfall.ranks[:8]))
         who = f"rank {ranks} does" if len(shortfall.ranks) == 1 else f"ranks {ranks} do"
-        lines.append(f"{shortfall.version} was not used: {who} not hold it.")
+        why = f"{who} not hold it" if shortfall.is_placed else "no daemon that answers knows how its bytes were placed"
+        lines.append(f"{shortfall.version} was not used: {why}.")
     return lines
 
 

@@ -106,15 +106,23 @@ def restore(
     settings, group, device = context.settings, context.rank_group.group, introduction.state.device
     facts = {"rank": context.rank, "epoch": plan.decision.epoch.counter}
 
+    made: list[Transport] = []
+
     def transport() -> Transport | None:
-        return group and transport_of(settings.load_transport, group, device, settings.attach_deadline_s)
+        if group is None:
+            return None
+        made.append(transport_of(settings.load_transport, group, device, settings.attach_deadline_s))
+        return made[-1]
 
     def at_chunk(chunk: int) -> None:
         context.failpoints.hit("restore.chunk", chunk=chunk, **facts)
 
     with contextlib.closing(SlotOpener(leases, remote_slots(context, introduction, plan.survey))) as opener:
         steps = restore_steps(context, introduction, plan, opener, buffer)
-        return run_restore(steps, context.rank_group, transport, at_chunk)
+        result = run_restore(steps, context.rank_group, transport, at_chunk)
+    for each in made:  # after an error ranks may still wait for messages, and the process ends
+        each.close()
+    return result
 
 
 def restore_steps(

@@ -80,16 +80,24 @@ class RankGroup:
 
         Raises:
             ReftError: `act` raised this error on this rank.
-            AttachError: `act` raised on another rank, or a rank missed the deadline.
+            AttachError: `act` raised on another rank, or a rank missed the deadline. If `act`
+                raised here, too, the message begins with that error.
         """
-        own: Exception | None = None
+        own: ReftError | None = None
         try:
             message: dict[str, Any] = {"ok": act()}
         except Exception as error:
             own = error if isinstance(error, ReftError) else AttachError(f"{type(error).__name__}: {error}")
             own.__cause__ = None if own is error else error
             message = {"error": str(own)}
-        replies = self._gather(json.dumps(message).encode(), (deadline_s or self._deadline_s) + extra_s)
+        try:
+            replies = self._gather(json.dumps(message).encode(), (deadline_s or self._deadline_s) + extra_s)
+        except RanksMissing as missing:
+            if own is None:
+                raise
+            # The others may be late because of it: they waited for this rank inside `act`.
+            text = f"{own.message.rstrip('.')}. After this error, {missing.message}"
+            raise RanksMissing(text, own.hint or missing.hint) from own
         failed = {rank: reply["error"] for rank, reply in enumerate(replies) if "error" in reply}
         if own is not None:
             raise own

@@ -127,13 +127,23 @@ class SlotLeases:
             names: names of the slots in the daemon's arena.
             keeps: whether the descriptors stay open until the slots are closed.
             first: index of the first of them among this rank's slots.
+
+        Raises:
+            FormatError: a file is no slot, or is cut.
         """
         request = pb.SlotsRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=names)
         descriptors = local_socket.ask_slots(self.socket_path, request, [], self.settings.attach_deadline_s)
-        return [
-            MappedSlot.open(i, name, descriptor, os.fstat(descriptor).st_size, keeps)
-            for i, (name, descriptor) in enumerate(zip(names, descriptors, strict=True), first)
-        ]
+        slots, rest = list[MappedSlot](), iter(descriptors)
+        try:
+            for index, (name, descriptor) in enumerate(zip(names, rest, strict=True), first):
+                slots.append(MappedSlot.open(index, name, descriptor, os.fstat(descriptor).st_size, keeps))
+        except BaseException:
+            # An open descriptor keeps the memory of a slot that the daemon takes for freed.
+            for slot in slots:
+                slot.close()
+            local_socket.close_all(list(rest))
+            raise
+        return slots
 
     def open_stored(self, name: str) -> MappedSlot:
         """Opens a file of a checkpoint that this node's daemon has open, unmapped.
@@ -242,13 +252,23 @@ class MappedSlot:
             descriptor: descriptor of the slot's file.
             file_bytes: size of the file.
             keeps: whether the descriptor stays open until `close`.
+
+        Raises:
+            FormatError: the file is no slot, or is cut.
         """
-        pages, whole = map_file(descriptor, file_bytes)
-        # Forked DataLoader workers must not keep the pages alive, nor copy the page tables.
-        pages.madvise(mmap.MADV_DONTFORK)
+        try:
+            pages, whole = map_file(descriptor, file_bytes)
+            # Forked DataLoader workers must not keep the pages alive, nor copy the page tables.
+            pages.madvise(mmap.MADV_DONTFORK)
+            slot = SlotMap(whole, descriptor if keeps else None)
+        except ValueError as error:
+            os.close(descriptor)
+            raise FormatError(f"the file of slot {name} is cut: {error}") from error
+        except BaseException:
+            os.close(descriptor)
+            raise
         if not keeps:
             os.close(descriptor)
-        slot = SlotMap(whole, descriptor if keeps else None)
         return cls(index, name, descriptor if keeps else -1, slot, whole)
 
     def touch(self) -> None:

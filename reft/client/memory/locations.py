@@ -49,5 +49,9 @@ with contextlib.suppress(ImportError, AttributeError, BufferError):
     from reft.client.memory import _locations
 
     _read_in_c = partial(_locations.read_extents, torch.Tensor.__dlpack_c_exchange_api__, WRITE_COUNT)
-    _read_in_c([], [], *(array(UINT64) for _ in range(3)))  # raises BufferError for another DLPack
-    read = _read_in_c
+    # BufferError: another DLPack. It may also give other strides for dimensions of size 1.
+    _one = [torch.empty_strided((1, 2), (3, 1))]
+    if _read_in_c(
+        _one, _one, array(UINT64, [_one[0].data_ptr()]), array(UINT64, extent_of(_one[0])), array(UINT64, [0])
+    ):
+        read = _read_in_c

@@ -6,6 +6,8 @@
                                 seeds derived from old rank r mod old world
     optimizer param groups      for each group, the settings of the old groups with its
                                 parameters; these settings must agree
+    modules                     nothing: all their state is in leaves. So ranks may have other
+                                pipeline stages than the old ranks
     state= objects with         the list of all old ranks' states, in rank order
       load_state_dicts          (only if the number of ranks changed)
     … differ, as many ranks     the state of old rank r
@@ -95,7 +97,7 @@ class HostStateResharding:
         """
         names = {item: [p.partition(".")[2] for p in self.digests[0] if p.startswith(f"{item}.")] for item in ITEMS}
         tree: Tree = {"step": step, "marked": marked, "random": self._random()}
-        tree["subjects"] = {prefix: self._tracked_object(prefix) for prefix in names["subjects"]}
+        tree["subjects"] = self._tracked_objects()
         tree["scalers"] = {name: self._shared(f"scalers.{name}") for name in names["scalers"]}
         tree["state"] = {name: self._state(name) for name in names["state"]}
         return tree
@@ -169,18 +171,39 @@ class HostStateResharding:
 
     # Models and optimizers
 
+    def _tracked_objects(self) -> Tree:
+        """Returns the small state of this rank's tracked objects.
+
+        Old and new ranks may have other modules: those of their pipeline stages. Modules have no
+        small state. Objects that have some must be on both sides.
+        """
+        saved = {part.partition(".")[2]: each for ranks in self.digests for part, each in ranks.items()
+                 if part.startswith("subjects.")}  # fmt: skip
+        live = self.live["subjects"]
+        without = {prefix for prefix, value in live.items() if not value and prefix not in saved}
+        unmatched = live.keys() - saved.keys() - without
+        unmatched |= {prefix for prefix in saved.keys() - live.keys() if self.values[saved[prefix]]}
+        if unmatched:
+            raise LayoutChanged(
+                f"the snapshot has the objects {sorted(saved)}; attach was given {sorted(live)}. {min(unmatched)} has settings, "
+                "and is on one side only."
+            )
+        return {prefix: {} if prefix in without else self._tracked_object(prefix) for prefix in live}
+
     def _tracked_object(self, prefix: str) -> Any:
-        """Returns the small state of a tracked object.
+        """Returns the small state of a tracked object, which some old rank had.
 
         An optimizer gets, for each of its groups, the settings of the old groups with its
         parameters.
         """
         part = f"subjects.{prefix}"
-        live = self.live["subjects"].get(prefix)
+        live = self.live["subjects"][prefix]
         saved_states = [
             self.values[each] for each in dict.fromkeys(ranks[part] for ranks in self.digests if part in ranks)
         ]
-        if live is None or any(saved.keys() != OPTIMIZER_KEYS for saved in (live, *saved_states)):
+        if len(saved_states) == 1 and not saved_states[0]:
+            return saved_states[0]  # a module, perhaps of a stage that not all old ranks had
+        if any(saved.keys() != OPTIMIZER_KEYS for saved in (live, *saved_states)):
             return self._shared(part)
         scalars: dict[str, Any] = {}
         for saved in saved_states:

@@ -143,6 +143,20 @@ def open_old_rank(context: RestoreContext, old: int) -> OldRank:
     return OldRank(tree, _samples(context, old, tree), slot, table_from(table), places_from(table))
 
 
+def refuse_resized(old: int, tree: Tree, predicted: Sequence[Leaf]) -> None:
+    """Raises FormatError if an inline leaf of a lost slot has another size than predicted.
+
+    Only the table of the slot had its shape.
+    """
+    nbytes_of = {leaf.name: leaf.nbytes for leaf in predicted}
+    for name, data in tree["riders"].items():
+        if len(data) != nbytes_of[name]:
+            raise FormatError(
+                f"{name} has {len(data)} bytes in the capsule of rank {old}. Attach foresaw {nbytes_of[name]} bytes, and "
+                "another shape stands only in the lost slot."
+            )
+
+
 def _refuse_unforeseen(placement: Placement, old: int, record: pb.CapsuleRecord, tree: Tree) -> None:
     """Raises FormatError if a lost slot had leaves that its guard lane does not guard."""
     part, absent = placement.rank_placement(old), set(tree["absent"])

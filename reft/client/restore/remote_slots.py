@@ -100,7 +100,7 @@ class RemoteSlots:
             node=self._remote_node(node),
             tokens=self.tokens,
         )
-        with self.calls.channel(self.address) as channel, self._errors(node, rank):
+        with self._errors(node, rank), self.calls.channel(self.address) as channel:
             record: pb.CapsuleRecord = rpc.invoke(channel, "FetchCapsule", request, self.deadline_s)
         return record
 

@@ -27,7 +27,7 @@ from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
 from reft.client.restore.executor import NO_RANK, LoadReport, TransferExecutor
 from reft.client.restore.materialize import live_tensors
-from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank
+from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank, refuse_resized
 from reft.client.restore.remote_slots import remote_read_s
 from reft.client.restore.replay import ReplayReport, replay_s, replay_sections
 from reft.client.restore.reshard import ShapeChange, facts_of
@@ -46,7 +46,6 @@ from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire.slot_format import Bytes, SlotMap
 
 SIZES = TransferSizes()
-NOTHING_REPLAYED: Mapping[int, SlotMap] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -107,9 +106,13 @@ class Restore:
         damaged = []
         for old in sorted(olds if self.change else {*olds, context.rank}):
             try:
-                opened[old] = open_old_rank(context, old)
+                each = open_old_rank(context, old)
+                leaves = self.change.before[old] if self.change else self.predicted
+                if each.slot is None and (self.change or old == context.rank):
+                    refuse_resized(old, each.tree, leaves)
                 if self.change:
-                    facts[old] = facts_of(context.placement, old, opened[old], self.change.before[old])
+                    facts[old] = facts_of(context.placement, old, each, leaves)
+                opened[old] = each
             except FormatError:
                 damaged.append(old)
         return opened, OpenReport(tuple(damaged), {old: each.samples for old, each in opened.items()}, facts)
@@ -147,7 +150,7 @@ class Restore:
         tensors: Mapping[str, torch.Tensor],
         transport: Transport | None,
         at_chunk: AtChunk,
-        replayed: Mapping[int, SlotMap] = NOTHING_REPLAYED,
+        replayed: Mapping[int, SlotMap] = MappingProxyType({}),
     ) -> LoadReport:
         """Fills the live tensors; reports damaged slots and faults. All ranks call it together.
 
@@ -254,7 +257,7 @@ def run_restore(
     opened, opens = share(rank_group, restore.open, OpenReport)
     if damaged := damaged_at_open(opens):
         return RestoreResult(damaged, is_mismatched=not any(report.damaged for report in opens))
-    replayed: Mapping[int, SlotMap] = NOTHING_REPLAYED
+    replayed: Mapping[int, SlotMap] = {}
     if restore.replay_s:
         replayed, reports = share(rank_group, restore.replay, ReplayReport, restore.replay_s)
         if refused := {number: why for report in reports for number, why in report.refused.items()}:

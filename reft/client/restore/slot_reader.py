@@ -1,7 +1,7 @@
 """Reads a slot's data straight to where the bytes belong, and verifies each chunk there.
 
     slot's file   | chunk 3        | chunk 4        |
-                     │      │  │      │    │              one call for a MiB of chunks
+                     │      │  │      │    │              one call for 4 MiB of chunks
     memory        scratch  leaf a  gap   leaf b …         parts that nobody wants go to scratch
                      └──────┴──┴─ digest of chunk 3       from the same memory, while in the cache
 

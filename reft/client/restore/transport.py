@@ -66,6 +66,9 @@ class Transport(Protocol):
             RestoreError: see `Work.wait`.
         """
 
+    def close(self) -> None:
+        """Frees what was made for the load. All ranks call it after they have ended the load."""
+
 
 class GroupTransport:
     """Messages over a process group that reft owns, with all ranks of the job.
@@ -97,6 +100,11 @@ class GroupTransport:
             return self._begin(partial(dist.irecv, target, group_src=source, tag=tag), source)
         staged = torch.empty(len(into), dtype=torch.uint8, device=self._device)
         return self._begin(partial(dist.irecv, staged, group_src=source), source, lambda: target.copy_(staged))
+
+    def close(self) -> None:
+        """Destroys the group if it was made for this load, which all ranks have ended."""
+        if self._device is not None:
+            dist.destroy_process_group(self._group)
 
     def _begin(self, post: Callable[..., Any], peer: int, then: Callable[[], object] = lambda: None) -> Work:
         try:

@@ -54,6 +54,9 @@ class Snapshotter:
         slots: the slots of this rank.
         history: the tasks of the session; it may outlive this object.
         recorder: records gradients; None if this node copies no other rank's state.
+
+    Attributes:
+        is_held: whether no snapshot begins, because a new layout is being decided.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Snapshotter:
         # A due step that was left out, and the reason: VOID at the fence, unless `seal` takes it.
         self._left_out: tuple[SnapshotTask, str] | None = None
         self._begin_lock = threading.Lock()  # held while a snapshot begins, or is reported void
-        self._is_held = False  # whether no snapshot begins, because a new layout is being decided
+        self.is_held = False
 
     def take(
         self, step: int, is_marked: bool, pacing_plan: PacingPlan | None = None, skipped: HostCopy | None = None
@@ -96,7 +99,7 @@ class Snapshotter:
         self._left_out = None
         with self._begin_lock:
             try:
-                reason = HELD if self._is_held else self._begin(task, is_marked, pacing_plan, skipped)
+                reason = HELD if self.is_held else self._begin(task, is_marked, pacing_plan, skipped)
             except Exception as error:
                 # A failed snapshot must never end training.
                 reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
@@ -109,7 +112,7 @@ class Snapshotter:
     def _void(self, task: SnapshotTask, reason: str) -> None:
         """Ends a task without a snapshot, and reports the step as void."""
         with self._begin_lock:
-            if not self._is_held:
+            if not self.is_held:
                 self.thread.void(task, reason)
                 return
         # Not reported: the daemon may have the decision that ends this epoch.
@@ -204,7 +207,7 @@ class Snapshotter:
         A step whose number counted calls of the optimizer never is. Also returns memfds to a daemon
         that was restarted meanwhile: perhaps no further mark comes that would.
         """
-        if self.round.is_discarded(step) or self._is_held:
+        if self.round.is_discarded(step) or self.is_held:
             return False
         end = time.monotonic() + deadline_s
         is_whole = self.reporter.wait(step, deadline_s)
@@ -252,7 +255,7 @@ class Snapshotter:
             ReftError: the last one does not end in time; snapshots go on.
         """
         with self._begin_lock:
-            self._is_held = True
+            self.is_held = True
         try:
             self.thread.idle().result(deadline_s)
             if self.recorder is not None:
@@ -265,7 +268,7 @@ class Snapshotter:
     def resume(self) -> None:
         """Lets snapshots begin again: the new layout was given up."""
         with self._begin_lock:
-            self._is_held = False
+            self.is_held = False
         if self.recorder is not None:
             self.recorder.resume()
 

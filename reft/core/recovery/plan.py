@@ -643,14 +643,17 @@ class TransferPlan:
         """Yields the slices of the lost sections that a keeper decodes, each with its window.
 
         They end at chunk borders, so that their sources read each chunk once; with f > 1 they are
-        blocks.
+        blocks. Stripes of several sections overlap, so a slice may come after one of a later
+        window: then it has that window, because the windows of a list never go back.
         """
+        window = 0
         for stripe in section_stripes(self.placement, self._sections_of(keeper), self.readers.reader_of):
             width = min(self.sizes.band // (len(stripe.inputs) + len(stripe.made)), self.sizes.piece)
             unit = self.placement.chunk_bytes if width >= self.placement.chunk_bytes else ALIGNMENT
             width = max(width // unit * unit, ALIGNMENT)
             for each in stripe.slices(width, keeper):
-                yield (stripe.place[0] + each.begin) // self._window_bytes, each
+                window = max(window, (stripe.place[0] + each.begin) // self._window_bytes)
+                yield window, each
 
     def _ready(self, number: int, stripe: int) -> int:
         """Returns the window after which all surviving data of a stripe have come.

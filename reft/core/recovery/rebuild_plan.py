@@ -91,7 +91,8 @@ def costs(
             cost.read[operation.owner] = cost.read.get(operation.owner, 0) + operation.nbytes
             continue
         for made in operation.slice.stripe.made:
-            computed = sum(end - begin for begin, end in operation.slice.made_ranges(made))
+            ranges = (operation.slice.slot_range(made, packet) for packet in range(lane.code.w))
+            computed = sum(end - begin for begin, end in ranges)
             if lane.code.k == 1:
                 cost.copied += computed
             elif made.shard < lane.code.k:

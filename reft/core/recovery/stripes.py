@@ -179,11 +179,8 @@ class StripeSlice:
     def made_packets(self) -> Iterator[tuple[int, int, int]]:
         """Yields each made packet's owner, and begin and end of its columns in that slot."""
         for made in self.stripe.made:
-            yield from ((made.owner, *each) for each in self.made_ranges(made))
-
-    def made_ranges(self, made: MadeShard) -> list[tuple[int, int]]:
-        """Returns the byte ranges of a made shard's packets in its slot."""
-        return [self.slot_range(made, packet) for packet in range(self.stripe.lane.code.w)]
+            for packet in range(self.stripe.lane.code.w):
+                yield (made.owner, *self.slot_range(made, packet))
 
     def slot_range(self, made: MadeShard, packet: int) -> tuple[int, int]:
         """Returns the byte range of a made packet's columns in its slot, without zeros behind."""

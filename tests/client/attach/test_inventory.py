@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -172,3 +173,21 @@ def test_the_layouts_of_a_manifest_are_read_once(monkeypatch):
     monkeypatch.delattr(manifests, "layouts_of")  # a placement that reads them again would fail
     assert survey.placements[plan.decision.epoch].rank_placement(0).blocks == blocks
     assert survey.layouts[plan.decision.epoch][1] == [0, 0] and len(read) == 1
+
+
+def test_all_ranks_wait_as_long_as_absent_nodes_may_take():
+    """However short REFT_ATTACH_DEADLINE_S is."""
+    waits = []
+
+    def gather_or_raise(act, extra_s, deadline_s):
+        waits.append(extra_s)
+        return [act()]
+
+    def call(method, request, deadline_s):
+        waits.append(deadline_s)
+        return pb.SurveyReply()
+
+    rank_group, daemon = SimpleNamespace(rank=0, gather_or_raise=gather_or_raise), SimpleNamespace(call=call)
+    ask = inventory.AbsentNodeSurvey(rank_group, 0, daemon, "job", "launch", -1)
+    assert ask([NODES["b"]], False, ()) == pb.SurveyReply()
+    assert waits[0] == waits[1]

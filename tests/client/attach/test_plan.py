@@ -18,7 +18,6 @@ from reft.client.attach.plan import (
     decide_request,
     make_plan,
     manifest_of_base,
-    may_start_fresh,
     recover,
     recover_at_start,
     refuse_few_slots,
@@ -31,6 +30,7 @@ from reft.core.budget import format_bytes
 from reft.core.coding.placement import exposures
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
+from reft.core.recovery.holdings import may_start_fresh
 from reft.core.recovery.recovery import HeldCapsule, HeldParity, RecoveryPlan, SectionReplay
 from reft.errors import AttachError, ConfigError, RestoreError
 from reft.wire import messages
@@ -46,7 +46,7 @@ IDENT = b"i" * 16
 
 def planned(survey: JobSurvey, erased: Collection[Erasure] = (), nodes: str = "ab", width: int = 3000) -> AttachPlan:
     """Returns the plan of an attach with one rank on each of these nodes."""
-    recovery = recover("job", survey, erased, may_start_fresh(survey, erased))
+    recovery = recover("job", survey, erased, may_start_fresh(survey.inventory, erased))
     base = manifest_of_base(survey, recovery)
     mismatched = base.mismatched if base else ["model.0.w"]
     return make_plan(description(introduction(nodes, width=width)), survey, recovery, mismatched, IDENT)
@@ -145,9 +145,9 @@ def test_a_fresh_start_is_refused_if_a_restore_is_required():
 
 def test_a_job_with_erased_slots_does_not_start_fresh():
     nothing = JobSurvey({"a": reply("a")})
-    assert may_start_fresh(nothing, ())
-    assert not may_start_fresh(nothing, {("a", "rank-0.slot-8", Version(EPOCH, 8))})
-    assert not may_start_fresh(survey_of(FIRST, {"a": []}), ())
+    assert may_start_fresh(nothing.inventory, ())
+    assert not may_start_fresh(nothing.inventory, {("a", "rank-0.slot-8", Version(EPOCH, 8))})
+    assert not may_start_fresh(survey_of(FIRST, {"a": []}).inventory, ())
 
 
 def looping(count: int, reached: int = -1) -> JobSurvey:

@@ -17,6 +17,7 @@ from reft.client.attach.reattach import (
     PlacementReviews,
     _reason,
     all_mismatched,
+    carry_out,
     digest_of_leaves,
     find_mismatched,
     given_up,
@@ -26,7 +27,7 @@ from reft.client.attach.run import AttachResult
 from reft.client.link.rank_group import RanksMissing
 from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.version import Epoch, Version
-from reft.errors import AttachError
+from reft.errors import AttachError, DaemonUnavailable
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support import attaches
@@ -63,7 +64,11 @@ def reporter(**layout: int) -> Any:
 
 def snapshots(misfits: bool = False, **layout: int) -> Any:
     return SimpleNamespace(
-        misfits=lambda: misfits, reporter=reporter(**layout), retire=lambda: None, facts=SimpleNamespace(epoch=OWN)
+        misfits=lambda: misfits,
+        reporter=reporter(**layout),
+        retire=lambda: None,
+        facts=SimpleNamespace(epoch=OWN),
+        is_held=False,
     )
 
 
@@ -156,6 +161,36 @@ def test_a_missing_rank_ends_the_reviews_not_the_snapshots(attempts, caplog):
     said = [record.message for record in caplog.records if record.levelname == "ERROR"]
     assert len(said) == 1 and "reft no longer reviews its placement: not all came" in said[0]
     assert "while replicas differ no step becomes whole.\nFix: restart the job" in said[0]
+
+
+def test_a_rank_that_is_missing_after_the_decision_ends_the_snapshots_and_the_log_says_so(attempts, caplog):
+    reviews, held = PlacementReviews(context_of(), (), 10), snapshots(True, joined=1)
+    held.is_held = True
+    attempts.append(RanksMissing("not all came"))
+    reviews.at(11, held)
+    ended(reviews)
+    assert "Until the job restarts, no snapshot is taken.\nFix: restart the job" in caplog.text
+
+
+def test_a_daemon_that_is_down_for_several_tries_ends_no_attempt(monkeypatch, caplog):
+    """Otherwise the snapshots would be held until the job restarts."""
+    acts: list[Any] = []
+    down = [DaemonUnavailable("no daemon answers")] * 3
+
+    def act(name: str, fails: bool = False) -> Any:
+        acts.append(name)
+        if fails and down:
+            raise down.pop()
+        return name
+
+    monkeypatch.setattr(module, "decide", lambda context, introduction, plan: act(f"decide {plan}", plan == "first"))
+    monkeypatch.setattr(module, "secure", lambda context, introduction, plan: act(f"secure {plan}"))
+    closing: Any = SimpleNamespace(wait=lambda pause_s: acts.append(pause_s))
+    context: Any = SimpleNamespace(rank=0)
+    first: Any = "first"
+    assert carry_out(context, None, first, lambda: act("later", True), closing) == "later"  # type: ignore[arg-type]
+    assert acts == ["decide first", 1.0, "later", 2.0, "later", 4.0, "later", "decide later", "secure later"]
+    assert caplog.text.count("rank 0 takes no snapshots until its daemons have the new layout") == 3
 
 
 BASE, OWN = Version(Epoch(2, b"b" * 16), 6), Epoch(3, b"c" * 16)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from reft.client.attach import report
 from reft.core.coding.placement import Exposure, Placement
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
-from reft.core.recovery.recovery import HeldCapsule, HeldParity, RecoveryPlan
+from reft.core.recovery.recovery import HeldCapsule, HeldParity, RecoveryPlan, Shortfall
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.core.coding.test_placement import placed, sharded
@@ -34,6 +36,25 @@ def test_an_attach_that_goes_back_says_so():
     survey.replies["a"].restores.CopyFrom(pb.RestoreCount(step=8, count=3))
     assert lines(Version(FIRST.decision.epoch, 7), survey)[1].endswith("ended before step 9: going back to step 7.")
     assert len(lines(Version(FIRST.decision.epoch, 8), survey)) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_attach_that_lost_newer_slots_does_not_go_back(count):
+    survey = survey_of(FIRST, {"a": [7, 8], "b": [7]})
+    survey.replies["a"].restores.CopyFrom(pb.RestoreCount(step=8, count=count))
+    assert len(lines(Version(FIRST.decision.epoch, 7), survey)) == 1
+
+
+def test_newer_versions_that_were_not_used_are_named_with_the_reason():
+    base, newer = (Version(FIRST.decision.epoch, step) for step in (7, 8))
+    shortfalls = [Shortfall(newer, (1,)), Shortfall(newer, (0, 1)), Shortfall(newer, is_placed=False)]
+    plan = RecoveryPlan(base, partial=tuple(shortfalls))
+    survey = survey_of(FIRST, {"a": [7, 8], "b": [7, 8]})
+    assert report.restored("job", base, "memory", FIRST.manifest, survey, plan)[1:] == [
+        f"{newer} was not used: rank 1 does not hold it.",
+        f"{newer} was not used: ranks 0, 1 do not hold it.",
+        f"{newer} was not used: no daemon that answers knows how its bytes were placed.",
+    ]
 
 
 def test_leaves_that_came_from_parity_are_named_with_their_step_and_nodes():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from reft.client.attach import restore as module
 from reft.client.attach.plan import make_plan, recover
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore, restore_steps
 from reft.client.link.rank_group import RankGroup
 from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.restore import transport
 from reft.client.restore.restore import RestoreResult
 from reft.config import Launch
 from reft.errors import AlreadyAttached, AttachError, ReftError
@@ -114,6 +118,30 @@ def test_the_shape_chooses_the_steps_of_the_restore():
 
 def test_a_fresh_start_restores_nothing():
     assert restore(context(), introduction(), begun(), FakeLeases(), HugePageBuffer(0)) == RestoreResult()
+
+
+@pytest.mark.parametrize(("kind", "destroyed"), [("nccl", ["nccl 0", "nccl 1"]), ("gloo", [])])
+def test_a_group_that_was_made_for_a_load_is_destroyed_after_the_restore(monkeypatch, kind, destroyed):
+    """It holds memory of the device. The load is repeated here, so there are two groups."""
+    acts, made = [], []
+
+    def new_group(backend: str, timeout: timedelta) -> str:
+        made.append(f"{backend} {len(made)}")
+        return made[-1]
+
+    def run_restore(steps, rank_group, transport, at_chunk) -> RestoreResult:
+        assert transport() is not transport() and not acts
+        return RestoreResult(tree={})
+
+    groups = SimpleNamespace(new_group=new_group, destroy_process_group=acts.append)
+    monkeypatch.setattr(transport, "dist", groups)
+    monkeypatch.setattr(module, "run_restore", run_restore)
+    monkeypatch.setattr(module, "restore_steps", lambda *_: None)
+    here, own = context(load_transport=kind), introduction("ab")
+    here.rank_group.group = "gloo"
+    own = replace(own, state=SimpleNamespace(device=torch.device("cuda")))
+    assert restore(here, own, planned("ab"), FakeLeases(), HugePageBuffer(0)).tree == {}
+    assert acts == destroyed
 
 
 @pytest.mark.parametrize(

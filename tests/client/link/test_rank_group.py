@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from reft.client.link import rank_group as module
-from reft.client.link.rank_group import BROADCAST_BYTES, SHORT_BYTES, RankGroup
+from reft.client.link.rank_group import BROADCAST_BYTES, SHORT_BYTES, RankGroup, RanksMissing
+from reft.errors import RestoreError
 
 DEADLINE_S = 60.0
 OVERHEAD = len('{"ok": {"text": ""}}')
@@ -74,3 +75,27 @@ def test_every_rank_gets_every_message_and_short_ones_in_one_all_gather(monkeypa
     got, called = texts_at_each_rank(monkeypatch, texts)
     assert got == [texts] * len(texts)
     assert called == names
+
+
+@pytest.mark.parametrize("hint", ["", "look at node b"])
+def test_a_rank_that_failed_before_others_were_missed_still_says_why(monkeypatch, hint):
+    """The others waited for its messages, and so came too late to hear of its error."""
+
+    def time_out(*_: Any, **__: Any) -> None:
+        raise RuntimeError("timed out")
+
+    def fail() -> dict[str, Any]:
+        raise RestoreError("the data of rank 2 can't be read.", hint)
+
+    monkeypatch.setattr(module, "dist", SimpleNamespace(all_gather=time_out))
+    monkeypatch.setattr(module, "absent_ranks", lambda *_: [1])
+    rank_group: Any = object.__new__(RankGroup)
+    group = SimpleNamespace(get_group_store=lambda: None)
+    vars(rank_group).update(group=group, rank=0, world=2, _deadline_s=DEADLINE_S, _exchange=0)
+    with pytest.raises(RanksMissing, match=r"^rank 1 of 2 did not come within 60 s: timed out"):
+        rank_group.gather_or_raise(dict)
+    with pytest.raises(RanksMissing) as raised:
+        rank_group.gather_or_raise(fail)
+    text = "the data of rank 2 can't be read. After this error, rank 1 of 2 did not come within 60 s: timed out."
+    assert raised.value.message == text and isinstance(raised.value.__cause__, RestoreError)
+    assert raised.value.hint == hint or "REFT_ATTACH_DEADLINE_S" in raised.value.hint

@@ -6,12 +6,17 @@ import mmap
 import os
 import resource
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 
-from reft.client.link.slots import MappedSlot
+from reft.client.link.slots import MappedSlot, SlotLeases
 from reft.client.memory import prefault
+from reft.config import Config
+from reft.core.commit.version import Epoch
+from reft.errors import FormatError
+from reft.wire import local_socket
 from reft.wire.slot_format import PAGE, Geometry, SlotMap
 
 MANY = Geometry(table_capacity=0, data_capacity=16 << 20, chunk_bytes=256 << 10)
@@ -74,3 +79,26 @@ def test_a_left_slot_stays_until_its_last_user_goes(descriptor, is_closed):
     assert pages() is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 1 << 20], ids=["cut", "no slot"])
+def test_a_damaged_slot_leaves_no_descriptor_open(descriptor, nbytes, keeps, monkeypatch):
+    """An open descriptor keeps the memory of a slot that the daemon takes for freed."""
+    damaged = os.memfd_create("damaged")
+    os.ftruncate(damaged, nbytes)
+    descriptors = [descriptor, damaged, os.dup(descriptor)]
+    monkeypatch.setattr(local_socket, "ask_slots", lambda *_: descriptors)
+    calls: Any = None
+    leases = SlotLeases("unix:/d", "/s", "job", Epoch(1, bytes(16)), 0, Config(), False, None, calls)
+    with pytest.raises(FormatError):
+        leases.take(["a", "b", "c"], keeps)
+    assert not any(map(is_open, descriptors))

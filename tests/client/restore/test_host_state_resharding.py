@@ -113,3 +113,33 @@ def test_scalers_that_differ_are_refused():
     trees = [tree(rank, scalers={"s": {"growth": rank}}) for rank in range(2)]
     with pytest.raises(LayoutChanged, match=r"scalers\.s differs"):
         reshard(trees, 0, 1).tree(7, True)
+
+
+def of_stages(rank: int, stages: list[int], **more: Any) -> dict[str, Any]:
+    """Returns the host state of a rank of a pipeline with these stages."""
+    optimizer = stage([f"model.{each}.w" for each in stages], 0.1)["subjects"]
+    return tree(rank, subjects={**{f"model.stage{each}": {} for each in stages}, **optimizer, **more})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [([[0], [1]], [[0, 1]]), ([[0], [0], [1], [1]], [[0], [1]]), ([[0, 1]], [[0], [1]]), ([[0, 1], [2, 3]], [[0, 1, 2, 3]]),
+     ([[0, 1]], [[0], [1], [2]])],
+)  # fmt: skip
+def test_a_rank_gets_the_state_of_its_own_stages(before, after):
+    trees = [of_stages(rank, stages) for rank, stages in enumerate(before)]
+    for rank, stages in enumerate(after):
+        live = of_stages(rank, stages)
+        if stages == [2]:  # no old rank had it; a model of new stages has other names of leaves
+            live["subjects"]["optimizer.0"] = of_stages(rank, [0])["subjects"]["optimizer.0"]
+        subjects = reshard(trees, rank, len(after), live).tree(7, True)["subjects"]
+        assert subjects.keys() == live["subjects"].keys()
+        assert subjects["optimizer.0"]["groups"] == live["subjects"]["optimizer.0"]["groups"]
+
+
+def test_objects_with_settings_must_be_on_both_sides():
+    settings = stage(["model.0.w"], 0.1)["subjects"]["optimizer.0"]
+    trees = [of_stages(0, [0]), of_stages(1, [1], **{"optimizer.1": settings})]
+    for own, live in ((trees, of_stages(0, [0, 1])), (trees[:1], of_stages(0, [0], **{"optimizer.1": settings}))):
+        with pytest.raises(LayoutChanged, match=r"optimizer\.1 has settings, and is on one side only"):
+            reshard(own, 0, 1, live).tree(7, True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,6 +64,9 @@ class PassingOn(pb_grpc.DaemonServicer):
                 self.released.wait(60)
                 return
             yield pb.Chunk(data=data[begin : begin + MESSAGE].tobytes())
+
+    def FetchCapsule(self, request: pb.CapsuleRequest, context: grpc.ServicerContext) -> pb.CapsuleRecord:
+        return pb.CapsuleRecord(rank=request.rank)
 
 
 @contextmanager
@@ -162,3 +166,17 @@ def test_bytes_go_into_all_targets_in_turn(far):
         far.servicer.released.set()
         far.servicer.stops_after = -far.servicer.slot.header.geometry.data_offset + 500
         far.remote.read(far.source, far.channel, 0, data[:4000].copy())
+
+
+def test_a_capsule_is_read_once_the_daemon_is_back(far, tmp_path):
+    """A connection that has failed is not used again: gRPC fails its calls for up to a second."""
+    remote = replace(far.remote, address=f"unix:{tmp_path}/later.sock", own="node2")
+    with pytest.raises(RestoreError, match="no daemon answers"):
+        remote.capsule("node2", FAR, VERSION)
+    server = grpc.server(ThreadPoolExecutor(1))
+    pb_grpc.add_DaemonServicer_to_server(far.servicer, server)
+    server.add_insecure_port(remote.address)
+    server.start()
+    assert remote.capsule("node2", FAR, VERSION).rank == FAR
+    remote.calls.close()
+    server.stop(None)

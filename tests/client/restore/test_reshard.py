@@ -22,7 +22,7 @@ def test_any_shape_is_restored_into_any_other(seed):
     rng = random.Random(seed)
     whole = whole_state(rng, rng.randint(1, 12), rng.choice((10, 300, 3000)))
     old, new = random_shape(rng, whole), random_shape(rng, whole)
-    per_node = rng.choice((1, 1, 2, 3))
+    per_node = rng.choice((1, 1, 2, 3, 4))
     move, nodes, lost = drawn_move(rng, whole, old, new, per_node)
     for without in ([], lost) if move.can_lose(lost) else ([],):
         assert move.load(without, nodes) == [CLEAN] * new.world

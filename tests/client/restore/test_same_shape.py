@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from reft.client.restore import restore as restore_module
 from reft.client.restore.decode import StripeDecoder
 from reft.client.restore.executor import LoadReport
 from reft.client.restore.opened import OldRank, RestoreContext, RestoreMatch
@@ -80,3 +81,15 @@ def test_an_inline_leaf_of_another_size_is_refused():
     match.opened[0].tree["riders"]["own0.a"] += b"more"
     with pytest.raises(LayoutChanged, match=r"own0\.a has 28 bytes in the snapshot, not 24"):
         restore.load(match, job.live[0], None, lambda chunk: None)
+
+
+def test_a_version_whose_lost_slot_alone_had_the_shape_of_an_inline_leaf_is_not_used(monkeypatch):
+    """The next plan takes an older version, or a checkpoint."""
+    job = Job(WORLD, "aec", 1, ranks=[state(rank) for rank in range(WORLD)])
+    restore, match = matched(job, LOST, (LOST,))
+    own = match.opened[LOST]
+    monkeypatch.setattr(restore_module, "open_old_rank", lambda context, old: own)
+    assert restore.open()[1].damaged == ()
+    own.tree["riders"][f"own{LOST}.a"] += b"more"
+    opened, report = restore.open()
+    assert report.damaged == (LOST,) and not opened

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import ALIGNMENT, Leaf
@@ -28,10 +29,10 @@ from reft.core.recovery.plan import (
     same_shape_needs,
 )
 from reft.core.recovery.shard_matching import PieceSource
-from reft.core.recovery.stripes import StripeSlice
+from reft.core.recovery.stripes import NO_CELL, StripeSlice
 from reft.core.recovery.walk import WalkPhase, walk
 from tests.support.instruction_count import instructions
-from tests.support.moves import drawn_move
+from tests.support.moves import Move, drawn_move
 from tests.support.shapes import Shape, placement_for, random_shape, whole_state
 
 CHUNK = 4096
@@ -116,6 +117,28 @@ def random_move(seed: int) -> Plans:
     return Plans(move.placement, [plan] * new.world, plan.lost)
 
 
+def lost_sections(seed: int) -> Plans:
+    """Returns the plans of a move to fewer ranks, after the loss of a node.
+
+    Only the lost slots had their rows. A rank that reads slots at hand makes several of these
+    sections, of several windows each.
+    """
+    rng = random.Random(seed)
+    while True:
+        per_node = rng.choice((3, 4, 4))
+        world = per_node * rng.choice((2, 3))
+        whole = {"w": torch.zeros(rng.choice((3000, 8000)) * world), "v": torch.zeros(901 * world)}
+        old = Shape((world,), {"w": (0,), "v": (0,)}, {}, {})
+        new = Shape((rng.randint(2, per_node),), {"w": (rng.choice((0, None)),), "v": (0,)}, {}, {})
+        move, nodes, lost = drawn_move(rng, whole, old, new, per_node)
+        if not move.sections(lost) or not move.can_lose(lost):
+            continue
+        plan = move.plan(lost, nodes, SIZES)
+        makers = Counter(plan.readers.keeper_of[old] for old in plan.sections)
+        if any(count > 1 and keeper in plan.readers.reader_of.values() for keeper, count in makers.items()):
+            return Plans(move.placement, [plan] * new.world, plan.lost)
+
+
 def moved_to_slots(seed: int) -> Plans:
     """Returns the plans of a recover: lost slots are made by ranks that hold no cells."""
     job = random_job(seed)
@@ -124,7 +147,7 @@ def moved_to_slots(seed: int) -> Plans:
 
 
 JOBS = [pytest.param(kind, seed, id=f"{kind.__name__}-{seed}") for seed in range(16)
-        for kind in (random_job, random_move, moved_to_slots)]  # fmt: skip
+        for kind in (random_job, random_move, lost_sections, moved_to_slots)]  # fmt: skip
 
 
 def placed_parts(operation: TransferOperation) -> tuple[NeededRange, ...]:
@@ -165,9 +188,23 @@ def test_every_needed_byte_is_placed_once(kind, seed):
         assert placed == needed and set(placed.values()) <= {1}
 
 
-@pytest.mark.parametrize(("kind", "seed"), JOBS)
+@pytest.mark.parametrize(("kind", "seed"), [*JOBS, *((lost_sections, seed) for seed in range(16, 32))])
 def test_what_one_rank_sends_the_other_expects_in_the_same_order(kind, seed):
-    job = kind(seed)
+    assert_one_order(kind(seed))
+
+
+@pytest.mark.parametrize("nodes", [{"node0": [0, 1], "new": [2]}, {"node0": [0], "new": [1, 2]}])
+def test_the_sizes_of_the_product_keep_the_order_of_lost_sections(nodes):
+    whole, sizes = {"w": torch.zeros(8 * 2_600_000)}, TransferSizes()
+    old, new = (Shape((world,), {"w": (0,)}, {}, {}) for world in (8, 3))
+    move = Move(whole, old, new, [0, 0, 0, 0, 1, 1, 1, 1], slots=4)
+    plan = move.plan([4, 5, 6, 7], nodes, sizes)
+    assert min(leaf.nbytes for leaf in move.before[0]) > 2 * sizes.piece and len(plan.sections) == 4
+    assert_one_order(Plans(move.placement, [plan] * new.world, plan.lost))
+
+
+def assert_one_order(job: Plans) -> None:
+    """Both ranks of each pair post the same messages, in one order."""
     posted: dict[tuple[int, int], list[object]] = {}
     for rank, operations in enumerate(job.operations):
         for operation in operations:
@@ -269,6 +306,8 @@ def test_lost_slots_are_made_from_shards_at_hand(kind, seed):
         made: dict[int, list[tuple[int, int]]] = {}
         for each in (o.slice for o in operations if isinstance(o, DecodeOperation)):
             stripe, lane, members = each.stripe, each.stripe.lane, each.stripe.lane.members
+            if lane.cell == NO_CELL:
+                continue  # a section; test_load_sections loads them all
             owner_of = {s: members[lane.member_of(stripe.index, s)] for s in range(lane.code.k + lane.code.f)}
             assert each.keeper == rank and len(stripe.inputs) == lane.code.k
             assert all(owner_of[shard] in job.readers.reader_of for shard in stripe.inputs)
@@ -298,9 +337,14 @@ def test_all_columns_come_before_their_slice_is_decoded_and_live_ones_do_not_com
             if isinstance(operation, (ReadOperation, ReceiveOperation)) and operation.slice is not None:
                 columns[id(operation.slice)] += sum(part.nbytes for part in operation.parts)
             elif isinstance(operation, DecodeOperation):
-                each = operation.slice
-                shards = len(each.stripe.inputs) - len(each.stripe.live)
-                assert columns.pop(id(each), 0) == shards * each.stripe.lane.code.w * each.width
+                each, lane = operation.slice, operation.slice.stripe.lane
+                begins = [packet * lane.packet_bytes + each.begin for packet in range(lane.code.w)]
+                assert columns.pop(id(each), 0) == sum(
+                    min(max(source.nbytes - begin, 0), each.width)  # behind a source there are zeros
+                    for shard, source in each.stripe.inputs.items()
+                    for begin in begins
+                    if shard not in each.stripe.live
+                )
         assert not columns
 
 
