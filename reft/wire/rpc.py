@@ -222,19 +222,20 @@ class DaemonCalls:
     @contextlib.contextmanager
     def channel(self, address: str) -> Iterator[grpc.Channel]:
         """Yields a channel to the daemon at a unix socket, for calls that raise grpc.RpcError."""
-        if self._channels is None:
+        channels = self._channels
+        if channels is None:
             with channel(address) as own:
                 yield own
             return
-        if address not in self._channels:
-            self._channels[address] = channel(address)
+        if address not in channels:
+            channels[address] = channel(address)
         try:
-            yield self._channels[address]
+            yield channels[address]
         except grpc.RpcError as error:
             # A channel that has failed to connect fails all calls for up to a second, also after a
             # daemon was started.
             if isinstance(error_of(error, address), DaemonUnavailable):
-                self._channels.pop(address).close()
+                channels.pop(address).close()
             raise
 
     def call(self, address: str, method: str, request: Any, deadline_s: float) -> Any:

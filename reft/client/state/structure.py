@@ -59,7 +59,7 @@ class StructureFacts(NamedTuple):
         return cls(parameter_names(leaves), groups)
 
     def first_groups(self, tracked: TrackedObjects, counts: Sequence[int]) -> StructureFacts:
-        """Returns the same with only so many groups of each optimizer, as the script made them."""
+        """Returns the same with only those groups that the script itself made."""
         prefixes = [prefix for prefix, _, _ in tracked.items()[len(tracked.modules) :]]
         count_of = dict(zip(prefixes, counts, strict=True))
         return self._replace(groups={prefix: each[: count_of[prefix]] for prefix, each in self.groups.items()})

@@ -135,7 +135,7 @@ class TensorPlaces:
         self._sizes.append((container, len(container)))
 
     def track_others(self, container: Mapping[Any, Any]) -> None:
-        """Tracks that no other entry of a container gets a tensor, and that none joins with one.
+        """Tracks that no other entry of a container has a tensor later.
 
         `track_entry` tracks those that have tensors now. What the others are may change.
         """
@@ -390,7 +390,7 @@ class TensorIndex:
         self.places.track_size(container)
 
     def track_others(self, container: Mapping[Any, Any]) -> None:
-        """Tracks that no other entry of a container gets a tensor, and that none joins with one."""
+        """Tracks that no other entry of a container has a tensor later."""
         self.places.track_others(container)
 
     def track_entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:

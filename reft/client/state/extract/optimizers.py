@@ -172,8 +172,9 @@ class OptimizerExtractor:
         A list or a dict comes as a dict; `restore` makes the container from the capsule.
         """
         state = self.owner(value).state
-        leaves = [leaf for leaf in leaves if not _make_in_group(prefix, value, leaf, names)]
         by_name = {named.name: named for named in names.values()}
+        groups = (value if isinstance(value, torch.optim.Optimizer) else self.owner(value)).param_groups
+        leaves = [each for each in leaves if each.name in by_name or not _make_in_group(prefix, groups, each, names)]
         by_run = {run.name: named for named in names.values() for run in named.runs}
         on_device = _with_steps_on_device(self.owner(value))
         parts: dict[tuple[int, str], list[tuple[tuple[Wrapper, ...], torch.Tensor]]] = {}
@@ -441,15 +442,15 @@ def track_group(index: TensorIndex, group: Mapping[str, Any]) -> None:
     index.track_others(group)
 
 
-def _make_in_group(prefix: str, value: torch.optim.Optimizer, leaf: Leaf, names: ParameterNames) -> bool:
-    """Makes a tensor that training has put into a group; returns False for any other leaf."""
+def _make_in_group(prefix: str, groups: Sequence[dict[str, Any]], leaf: Leaf, names: ParameterNames) -> bool:
+    """Makes a tensor that training put into a group; False for any other leaf."""
     match = GROUP_TENSOR.fullmatch(leaf.name.removeprefix(f"{prefix}."))
-    if match is None or int(match[1]) >= len(value.param_groups) or leaf.shape != leaf.global_shape:
+    if match is None or int(match[1]) >= len(groups) or leaf.shape != leaf.global_shape:
         return False
     on_device = StateForm.of(leaf).on_host is False
     device = device_of(named.local for named in names.values()) if on_device else "cpu"
     made = torch.empty_strided(leaf.shape, leaf.stride, dtype=getattr(torch, leaf.dtype), device=device)
-    value.param_groups[int(match[1])][match[2]] = made
+    groups[int(match[1])][match[2]] = made
     return True
 
 
