@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,6 +57,11 @@ def kill(reader: Reader, command: str, training: subprocess.Popen[str], folder: 
     words, reader.words = reader.words, {}
     reader.run(command, PATH=f"{script.parent}:{reader.environment['PATH']}")
     reader.words = words
+    training.wait()
+    with contextlib.suppress(
+        ProcessLookupError
+    ):  # a worker that was forked after pkill had looked, and keeps stdout open
+        os.killpg(training.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("environment", ["this", pytest.param("empty", marks=pytest.mark.slow)])
