@@ -58,9 +58,8 @@ def kill(reader: Reader, command: str, training: subprocess.Popen[str], folder: 
     reader.run(command, PATH=f"{script.parent}:{reader.environment['PATH']}")
     reader.words = words
     training.wait()
-    with contextlib.suppress(
-        ProcessLookupError
-    ):  # a worker that was forked after pkill had looked, and keeps stdout open
+    # A worker that was forked after pkill had looked would keep stdout open.
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(training.pid, signal.SIGKILL)
 
 
