@@ -337,6 +337,80 @@ def test_a_turn_that_ends_early_leaves_its_slot_for_the_next_one(play, monkeypat
     play(act)
 
 
+@pytest.mark.parametrize("ended_by", [(-1,), (-1, 4, -1), (4,)])
+def test_a_turn_waits_until_the_mover_has_ended_all_work_of_earlier_ones(play, monkeypatch, ended_by):
+    """The mover of node 0 answers to the cancelled turn only when the other nodes have sealed the next one."""
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        reached, answers, began = asyncio.Event(), asyncio.Event(), []
+        real = nodes.movers[0].begin
+
+        async def begin(job: str, slot: Any, version: Version, *facts: Any) -> Any:
+            began.append(version.step)
+            writer = await real(job, slot, version, *facts)
+            if version.step == 1:
+                reached.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await answers.wait()
+            return writer
+
+        monkeypatch.setattr(nodes.movers[0], "begin", begin)
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await reached.wait()
+        for turn in ended_by:
+            nodes.pins(turn=turn)
+            await asyncio.sleep(0)  # a turn that is replaced at once has begun to wait
+        nodes.write(2)
+        nodes.pins(whole=2, turn=2)
+        while others := nodes.services[1]._tasks | nodes.services[2]._tasks:
+            await asyncio.wait(others)
+        began_early = began[1:]
+        answers.set()
+        await nodes.settled()
+        assert not began_early and {(1, 2), (2, 2)} <= set(nodes.guarded)
+        assert began == [1, 2] and (0, 2) in nodes.guarded and not nodes.unguarded
+        nodes.check_parity(2)
+
+    play(act)
+
+
+def test_an_attach_waits_for_a_turn_that_ended_before(play, monkeypatch):
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        reached, answers, forgets = asyncio.Event(), asyncio.Event(), []
+        real = nodes.movers[0].forget
+
+        async def begin(*_: Any) -> None:
+            reached.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await answers.wait()
+
+        async def forget(job: str) -> None:
+            forgets.append(answers.is_set())
+            await real(job)
+
+        monkeypatch.setattr(nodes.movers[0], "begin", begin)
+        monkeypatch.setattr(nodes.movers[0], "forget", forget)
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await reached.wait()
+        nodes.pins(turn=-1)
+        held = asyncio.ensure_future(nodes.services[0].hold(nodes.jobs[0]))
+        await nodes.services[1].hold(nodes.jobs[1])
+        is_early = held.done()
+        answers.set()
+        await held
+        assert not is_early and forgets == [True, True]
+
+    play(act)
+
+
 def test_what_is_lost_of_the_protected_step_is_noted_once(play):
     async def act(nodes: Nodes) -> None:
         await nodes.attach()
