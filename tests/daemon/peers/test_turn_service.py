@@ -339,7 +339,7 @@ def test_a_turn_that_ends_early_leaves_its_slot_for_the_next_one(play, monkeypat
 
 @pytest.mark.parametrize("ended_by", [(-1,), (-1, 4, -1), (4,)])
 def test_a_turn_waits_until_the_mover_has_ended_all_work_of_earlier_ones(play, monkeypatch, ended_by):
-    """The mover of node 0 answers to the cancelled turn only when the other nodes have sealed the next one."""
+    """Node 0's mover answers the cancelled turn when the other nodes have sealed the next one."""
 
     async def act(nodes: Nodes) -> None:
         await nodes.attach()
