@@ -50,7 +50,7 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
 from reft_daemon.mover.mover import Mover, ParityWriter, PullFailed, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
-from reft_daemon.mover.range_protocol import FRAME_S, RangeStatus
+from reft_daemon.mover.range_protocol import FRAME_S, PULLS_MAX, RangeStatus
 from reft_daemon.peers.channels import PeerChannels, reason_of
 from reft_daemon.peers.replay_service import ReplayService
 from reft_daemon.peers.replayer import Replayer
@@ -118,6 +118,7 @@ class TurnService:
         # job → the turn that another one of the same step may follow, and when
         self._retries: dict[str, tuple[tuple[Epoch, int], asyncio.TimerHandle]] = {}
         self._held: dict[str, asyncio.TimerHandle] = {}
+        self._pulls = asyncio.Semaphore(PULLS_MAX)
         self._tasks: set[asyncio.Task[None]] = set()
         self._at_work: dict[str, set[asyncio.Task[None]]] = {}  # job → of them, those that use the mover
 
@@ -393,13 +394,15 @@ class TurnService:
         moved_s = time.monotonic()
         while ranges:
             batch, reason = ranges[:RANGES_MAX], ""
-            folded = len(batch)
+            folded, queued_s = len(batch), time.monotonic()
             try:
-                pull = RangePull(
-                    *(await self._ticket(job, node, turn.version)), turn.version, rank, batch,
-                    lane.fold_code, lane.column_of(source, local.member), lane.block_bytes,
-                )  # fmt: skip
-                await writer.pull(pull, FRAME_S * (len(batch) + 2))
+                async with self._pulls:  # a ticket must not expire while its pull waits for others
+                    moved_s += time.monotonic() - queued_s
+                    pull = RangePull(
+                        *(await self._ticket(job, node, turn.version)), turn.version, rank, batch,
+                        lane.fold_code, lane.column_of(source, local.member), lane.block_bytes,
+                    )  # fmt: skip
+                    await writer.pull(pull, FRAME_S * (len(batch) + 2))
             except ChildGone:
                 raise
             except PullFailed as error:

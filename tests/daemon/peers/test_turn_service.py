@@ -7,9 +7,11 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from reft_daemon.jobs.capsule_replication import node_placement
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.mover.mover import Mover, MoverSettings
+from reft_daemon.mover.range_protocol import PULLS_MAX
 from reft_daemon.peers import turns
 from reft_daemon.peers.turns import TurnService, mover_address
 from tests.support.exchange import CHUNK, SIZES, SLOTS, described_of, exchange_fields, rank_data, write_step
@@ -407,6 +410,43 @@ def test_an_attach_waits_for_a_turn_that_ended_before(play, monkeypatch):
         answers.set()
         await held
         assert not is_early and forgets == [True, True]
+
+    play(act)
+
+
+def test_a_pull_that_waits_for_others_has_no_ticket_and_keeps_its_patience(play, monkeypatch):
+    late_s, asked = 0.0, []
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late_s))
+    monkeypatch.setattr(turns, "RETRY_S", 0.0)
+
+    async def act(nodes: Nodes) -> None:
+        nonlocal late_s
+        await nodes.attach()
+        service = nodes.services[0]
+        real = service._ticket
+
+        async def ticket(*facts: Any) -> Any:
+            asked.append(facts)
+            if len(asked) == 1:
+                raise ConnectionError("the first ticket is lost")
+            return await real(*facts)
+
+        monkeypatch.setattr(service, "_ticket", ticket)
+        for _ in range(PULLS_MAX):
+            await service._pulls.acquire()  # as many pulls of other lanes
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        while others := nodes.services[1]._tasks | nodes.services[2]._tasks:
+            await asyncio.wait(others)
+        while not (service._pulls._waiters or asked):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        asked_early = list(asked)
+        late_s += turns.PATIENCE_S + 1
+        for _ in range(PULLS_MAX):
+            service._pulls.release()
+        await nodes.settled()
+        assert not asked_early and len(asked) > 1 and not nodes.unguarded
+        nodes.check_parity(1)
 
     play(act)
 

@@ -120,7 +120,7 @@ def test_a_cancelled_order_that_waits_for_its_process_starts_none():
     async def act(replayer: Replayer) -> None:
         replayer._child._started_s = time.monotonic() + 1000
         order = asyncio.ensure_future(replayed(replayer, ReplayScene()))
-        while not replayer._child._starting.locked():
+        while not replayer._child._starting.locked():  # noqa: ASYNC110
             await asyncio.sleep(0)
         order.cancel()
         ended, _ = await asyncio.wait({order}, timeout=10)
