@@ -2,7 +2,8 @@
 
     main thread     reads commands
     reft-accept     accepts connections; each has a thread of its own (`range_server`)
-    reft-pull_N     at most PULLS_MAX: begin, pull and seal
+    reft-pull_N     at most PULLS_MAX; the daemon sends no more pulls at a time
+    reft-slot_N     as many: begin and seal, so that no pull waits for them, with its ticket
 
 It maps slots. So when memory is short, the kernel should end this process rather than the daemon.
 """
@@ -29,11 +30,10 @@ from reft.wire.tls import Tls
 from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message, version_of
 from reft_daemon.mover import range_client
 from reft_daemon.mover.range_client import MoverAddress, RangePull, SourceRefused
-from reft_daemon.mover.range_protocol import BrokenConnection
+from reft_daemon.mover.range_protocol import PULLS_MAX, BrokenConnection
 from reft_daemon.mover.range_server import OfferedSlot, RangeServer
 
 log = logging.getLogger("reft.mover")
-PULLS_MAX: Final = 8
 TELL_BYTES: Final = 64 << 20  # between two news of a pull
 
 
@@ -91,7 +91,8 @@ class CommandServer:
         self._channel = channel
         self._server = server
         self._tls = tls
-        self._pool = ThreadPoolExecutor(PULLS_MAX, "reft-pull")
+        self._pull_pool = ThreadPoolExecutor(PULLS_MAX, "reft-pull")
+        self._slot_pool = ThreadPoolExecutor(PULLS_MAX, "reft-slot")
         self._folds: dict[int, ParityMap] = {}
         self._pulls: dict[int, RunningPull] = {}
         self._offered: dict[str, list[OfferedSlot]] = {}
@@ -138,7 +139,7 @@ class CommandServer:
 
     def _pull(self, message: ControlMessage, _: Sequence[int]) -> None:
         running = self._pulls[message["id"]] = RunningPull()
-        self._pool.submit(self._fold_and_tell, message, running)
+        self._pull_pool.submit(self._fold_and_tell, message, running)
 
     def _seal(self, message: ControlMessage, _: Sequence[int]) -> None:
         self._start(message["id"], self._seal_slot, message)
@@ -162,7 +163,7 @@ class CommandServer:
     # Work in threads. No thread holds a slot when it answers: the daemon may free the slot then.
 
     def _start(self, ident: int, act: Callable[[ControlMessage], None], message: ControlMessage) -> None:
-        self._pool.submit(self._answer, ident, act, message)
+        self._slot_pool.submit(self._answer, ident, act, message)
 
     def _answer(self, ident: int, act: Callable[[ControlMessage], None], message: ControlMessage) -> None:
         try:

@@ -52,6 +52,7 @@ from reft.errors import ReftError
 MAGIC: Final = b"REFTBLK1"
 TICKET_BYTES: Final = 32
 TICKET_S: Final = 60.0
+PULLS_MAX: Final = 8  # of one mover at a time
 TICKETS_MAX: Final = 4096  # not yet used; the oldest goes first
 RANGE_MAX: Final = 4 << 20  # bytes of one frame
 WINDOW: Final = 4  # requests that a holder sends ahead

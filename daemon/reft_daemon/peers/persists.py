@@ -306,6 +306,8 @@ class PersistService:
             if job.id not in self._refused:
                 self._refused.add(job.id)
                 log.warning("job=%s is not persisted: %s", job.id, reason)
+            if job.round.outcome.pins.persist >= 0 and not self.holds.is_held(job):
+                rounds.pin_persist(job, -1)  # of an export before a restart: no checkpoint ever takes it
             return
         state, pins, now = self._state_of(job), job.round.outcome.pins, time.monotonic()
         if state.task is not None or pins.whole < 0 or self.holds.is_held(job):

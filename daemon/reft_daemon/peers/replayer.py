@@ -81,6 +81,7 @@ class Replayer:
                 await self._child.wait_ended()
                 raise ReplayFailed(error.message, True) from error
             except asyncio.CancelledError:
+                work.cancel()  # it may still wait for the start of the process
                 await self._child.close()
                 await asyncio.wait({work})
                 raise

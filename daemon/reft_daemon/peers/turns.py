@@ -7,6 +7,7 @@
                           no room, a mover that ends again ───────► note_unguarded(a, lane, why)
     pins(protected = P, by) ─► parity or slot of P is gone here ──► note_unguarded(by, lane, why)
     pins without T, or another attempt ─► the turn ends; the mover unmaps the job's slots
+    the next turn ─► waits until the mover has ended all work of earlier ones
     pins(whole = T), T not protected ─► coordinator, after 1, 2, 4, … s ─► retry_turn(a)
     parity is damaged, no trainer lives ─► its lane is made again, outside a turn (make_again)
     an attach begins ─► no turn until its decision, at most HOLD_S
@@ -49,7 +50,7 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
 from reft_daemon.mover.mover import Mover, ParityWriter, PullFailed, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
-from reft_daemon.mover.range_protocol import FRAME_S, RangeStatus
+from reft_daemon.mover.range_protocol import FRAME_S, PULLS_MAX, RangeStatus
 from reft_daemon.peers.channels import PeerChannels, reason_of
 from reft_daemon.peers.replay_service import ReplayService
 from reft_daemon.peers.replayer import Replayer
@@ -117,7 +118,9 @@ class TurnService:
         # job → the turn that another one of the same step may follow, and when
         self._retries: dict[str, tuple[tuple[Epoch, int], asyncio.TimerHandle]] = {}
         self._held: dict[str, asyncio.TimerHandle] = {}
+        self._pulls = asyncio.Semaphore(PULLS_MAX)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._at_work: dict[str, set[asyncio.Task[None]]] = {}  # job → of them, those that use the mover
 
     # What the registry and the services call
 
@@ -138,7 +141,7 @@ class TurnService:
             if earlier is not None and earlier.task is not None:
                 earlier.task.cancel()
             turn = self._turns[job.id] = JobTurn(*wanted)
-            turn.task = self._start(self._run(job, turn, earlier))
+            turn.task = self._start(self._run(job, turn, set(self._at_work.get(job.id, ()))), job.id)
 
     async def hold(self, job: JobRecord) -> None:
         """Ends the job's turn: an attach reads the slots, and decides which versions count.
@@ -196,13 +199,16 @@ class TurnService:
         if job.id in self._turns or job.id in self._held:
             raise AttachError(f"a turn or an attach of job {job.id} is under way.")
         repair = self._repairs[job.id] = JobTurn(version, 0)
+        before = set(self._at_work.get(job.id, ()))
 
         async def make() -> None:
+            await _ended(before)
             await self._make(job, repair, local)
 
         repair.task = task = asyncio.ensure_future(make())
         self._tasks.add(task)  # the caller takes its error
         task.add_done_callback(self._tasks.discard)
+        _note_at_work(self._at_work, job.id, task)
         await asyncio.wait({task})
         del self._repairs[job.id]
         if job.id not in self._turns:
@@ -281,9 +287,12 @@ class TurnService:
         if name in self._retries:
             self._retries.pop(name)[1].cancel()
 
-    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _start(self, work: Coroutine[None, None, None], name: str = "") -> asyncio.Task[None]:
+        """Starts a task; `name` is the job whose slots the mover maps for it."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
+        if name:
+            _note_at_work(self._at_work, name, task)
 
         def note_end(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -296,20 +305,19 @@ class TurnService:
     def _end(self, name: str) -> asyncio.Task[None]:
         """Ends a job's turn, and lets the mover unmap its slots; returns that work."""
         turns = self._turns.pop(name, None), self._repairs.get(name)
-        tasks = {turn.task for turn in turns if turn is not None and turn.task is not None}
-        for task in tasks:
-            task.cancel()
+        for turn in turns:
+            if turn is not None and turn.task is not None:
+                turn.task.cancel()
+        before = set(self._at_work.get(name, ()))
 
         async def end() -> None:
-            if tasks:
-                await asyncio.wait(tasks)
+            await _ended(before)
             await self._mover.forget(name)
 
-        return self._start(end())
+        return self._start(end(), name)
 
-    async def _run(self, job: JobRecord, turn: JobTurn, earlier: JobTurn | None) -> None:
-        if earlier is not None and earlier.task is not None:
-            await asyncio.wait({earlier.task})
+    async def _run(self, job: JobRecord, turn: JobTurn, before: set[asyncio.Task[None]]) -> None:
+        await _ended(before)
         lanes = parity.local_lanes(job)
         turn.nbytes = sum(
             length for local in lanes for source in local.lane.sources_of(local.member)
@@ -386,13 +394,15 @@ class TurnService:
         moved_s = time.monotonic()
         while ranges:
             batch, reason = ranges[:RANGES_MAX], ""
-            folded = len(batch)
+            folded, queued_s = len(batch), time.monotonic()
             try:
-                pull = RangePull(
-                    *(await self._ticket(job, node, turn.version)), turn.version, rank, batch,
-                    lane.fold_code, lane.column_of(source, local.member), lane.block_bytes,
-                )  # fmt: skip
-                await writer.pull(pull, FRAME_S * (len(batch) + 2))
+                async with self._pulls:  # a ticket must not expire while its pull waits for others
+                    moved_s += time.monotonic() - queued_s
+                    pull = RangePull(
+                        *(await self._ticket(job, node, turn.version)), turn.version, rank, batch,
+                        lane.fold_code, lane.column_of(source, local.member), lane.block_bytes,
+                    )  # fmt: skip
+                    await writer.pull(pull, FRAME_S * (len(batch) + 2))
             except ChildGone:
                 raise
             except PullFailed as error:
@@ -451,6 +461,28 @@ def turn_of(job: JobRecord) -> tuple[Version, int] | None:
     """Returns the version whose parity is to be made, and the attempt; None: there is no turn."""
     pins = job.round.outcome.pins if job.round is not None else Pins()
     return (Version(job.epoch, pins.turn), pins.attempt) if pins.turn >= 0 else None
+
+
+def _note_at_work(at_work: dict[str, set[asyncio.Task[None]]], name: str, task: asyncio.Task[None]) -> None:
+    """Keeps a task among those of its job until it has ended."""
+    at_work.setdefault(name, set()).add(task)
+
+    def forget(task: asyncio.Task[None]) -> None:
+        at_work[name].discard(task)
+        if not at_work[name]:
+            del at_work[name]
+
+    task.add_done_callback(forget)
+
+
+async def _ended(before: set[asyncio.Task[None]]) -> None:
+    """Returns once earlier work of a job has ended.
+
+    All of it, and not only the latest: a turn that is cancelled while it waits ends before those
+    for which it waits.
+    """
+    if before:
+        await asyncio.wait(before)
 
 
 def _node_of(job: JobRecord, rank: int) -> pb.Node:

@@ -23,7 +23,7 @@ from reft_daemon.child.child_process import ChildGone
 from reft_daemon.mover.child import CommandServer
 from reft_daemon.mover.mover import Mover, MoverSettings, ParityWriter, PullFailed, SourceSlot
 from reft_daemon.mover.range_client import MoverAddress, RangePull
-from reft_daemon.mover.range_protocol import RangeStatus
+from reft_daemon.mover.range_protocol import PULLS_MAX, RangeStatus
 from tests.support.certificates import Certificates, why_not
 from tests.support.parity import CHUNK, SectionSource, at, expected_parity, memory_slot, section_source
 from tests.support.two_level import expected_parity as expected_parities
@@ -196,6 +196,35 @@ def test_a_cancelled_pull_has_ended_before_its_caller_goes_on():
         assert pid_of(mover) == pid, "the mover answered, and was not killed"
         await writer.drop()
         await mover.forget("job")
+        server.close()
+
+    run(act)
+
+
+def test_a_slot_is_begun_and_sealed_while_as_many_pulls_as_may_be_are_at_work():
+    """The source admits the connections, and then sends nothing."""
+
+    async def act(mover: Mover) -> None:
+        connections: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readexactly(40)
+            writer.write(bytes(16))
+            await reader.readexactly(48)
+            connections.put_nowait(writer)
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        address = MoverAddress("127.0.0.1", server.sockets[0].getsockname()[1], "localhost")
+        writer = await new_writer(mover, memory_slot("parity", 0, PIECE))
+        pull = RangePull(address, bytes(32), at(7), 1, piece_ranges(PIECE, 0))
+        pulls = [asyncio.ensure_future(writer.pull(pull, 60)) for _ in range(PULLS_MAX)]
+        opened = [await connections.get() for _ in pulls]
+        await (await new_writer(mover, memory_slot("parity", 1, PIECE))).seal()
+        under_way = [not each.done() for each in pulls]
+        for each in opened:
+            each.close()
+        await asyncio.wait(pulls)
+        assert all(under_way) and all(isinstance(each.exception(), PullFailed) for each in pulls)
         server.close()
 
     run(act)

@@ -324,6 +324,22 @@ def test_a_restarted_coordinator_goes_on_with_the_recorded_step(job):
     running(job, act)
 
 
+def test_a_restarted_coordinator_gives_up_an_exports_step_of_a_job_that_it_does_not_persist(job):
+    job.record.manifest.named = False
+    whole(job, 3)
+    assert rounds.pin_persist(job, 3)
+    rounds.start(job)  # from the record, as after a restart
+    whole(job, 5)
+
+    async def act(service: PersistService, storage: Storage) -> None:
+        await reached(lambda: pinned(job) == -1)
+        held = await service.holds.hold(job, pb.HoldRequest(job="job", seconds=60))
+        service._look(job)
+        assert held.version.step == pinned(job) == 5, "the step of an export that lives stays"
+
+    running(job, act)
+
+
 def test_a_restarted_coordinator_knows_what_is_on_storage(job):
     async def act(service: PersistService, storage: Storage) -> None:
         storage.stored = StoredStep(Version(job.epoch, 3), time.time() - 60)

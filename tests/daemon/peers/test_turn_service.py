@@ -7,9 +7,11 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from reft_daemon.jobs.capsule_replication import node_placement
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.mover.mover import Mover, MoverSettings
+from reft_daemon.mover.range_protocol import PULLS_MAX
 from reft_daemon.peers import turns
 from reft_daemon.peers.turns import TurnService, mover_address
 from tests.support.exchange import CHUNK, SIZES, SLOTS, described_of, exchange_fields, rank_data, write_step
@@ -333,6 +336,117 @@ def test_a_turn_that_ends_early_leaves_its_slot_for_the_next_one(play, monkeypat
         assert (0, 2) not in nodes.guarded and {(node, 3) for node in range(3)} <= set(nodes.guarded)
         nodes.check_parity(1)
         nodes.check_parity(3)
+
+    play(act)
+
+
+@pytest.mark.parametrize("ended_by", [(-1,), (-1, 4, -1), (4,)])
+def test_a_turn_waits_until_the_mover_has_ended_all_work_of_earlier_ones(play, monkeypatch, ended_by):
+    """Node 0's mover answers the cancelled turn when the other nodes have sealed the next one."""
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        reached, answers, began = asyncio.Event(), asyncio.Event(), []
+        real = nodes.movers[0].begin
+
+        async def begin(job: str, slot: Any, version: Version, *facts: Any) -> Any:
+            began.append(version.step)
+            writer = await real(job, slot, version, *facts)
+            if version.step == 1:
+                reached.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await answers.wait()
+            return writer
+
+        monkeypatch.setattr(nodes.movers[0], "begin", begin)
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await reached.wait()
+        for turn in ended_by:
+            nodes.pins(turn=turn)
+            await asyncio.sleep(0)  # a turn that is replaced at once has begun to wait
+        nodes.write(2)
+        nodes.pins(whole=2, turn=2)
+        while others := nodes.services[1]._tasks | nodes.services[2]._tasks:
+            await asyncio.wait(others)
+        began_early = began[1:]
+        answers.set()
+        await nodes.settled()
+        assert not began_early and {(1, 2), (2, 2)} <= set(nodes.guarded)
+        assert began == [1, 2] and (0, 2) in nodes.guarded and not nodes.unguarded
+        nodes.check_parity(2)
+
+    play(act)
+
+
+def test_an_attach_waits_for_a_turn_that_ended_before(play, monkeypatch):
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        reached, answers, forgets = asyncio.Event(), asyncio.Event(), []
+        real = nodes.movers[0].forget
+
+        async def begin(*_: Any) -> None:
+            reached.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await answers.wait()
+
+        async def forget(job: str) -> None:
+            forgets.append(answers.is_set())
+            await real(job)
+
+        monkeypatch.setattr(nodes.movers[0], "begin", begin)
+        monkeypatch.setattr(nodes.movers[0], "forget", forget)
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await reached.wait()
+        nodes.pins(turn=-1)
+        held = asyncio.ensure_future(nodes.services[0].hold(nodes.jobs[0]))
+        await nodes.services[1].hold(nodes.jobs[1])
+        is_early = held.done()
+        answers.set()
+        await held
+        assert not is_early and forgets == [True, True]
+
+    play(act)
+
+
+def test_a_pull_that_waits_for_others_has_no_ticket_and_keeps_its_patience(play, monkeypatch):
+    late_s, asked = 0.0, []
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late_s))
+    monkeypatch.setattr(turns, "RETRY_S", 0.0)
+
+    async def act(nodes: Nodes) -> None:
+        nonlocal late_s
+        await nodes.attach()
+        service = nodes.services[0]
+        real = service._ticket
+
+        async def ticket(*facts: Any) -> Any:
+            asked.append(facts)
+            if len(asked) == 1:
+                raise ConnectionError("the first ticket is lost")
+            return await real(*facts)
+
+        monkeypatch.setattr(service, "_ticket", ticket)
+        for _ in range(PULLS_MAX):
+            await service._pulls.acquire()  # as many pulls of other lanes
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        while others := nodes.services[1]._tasks | nodes.services[2]._tasks:
+            await asyncio.wait(others)
+        while not (service._pulls._waiters or asked):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        asked_early = list(asked)
+        late_s += turns.PATIENCE_S + 1
+        for _ in range(PULLS_MAX):
+            service._pulls.release()
+        await nodes.settled()
+        assert not asked_early and len(asked) > 1 and not nodes.unguarded
+        nodes.check_parity(1)
 
     play(act)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,22 @@ def test_a_cancelled_order_goes_on_when_no_process_writes_the_slot():
             os.kill(pid, 0)
 
     run(act, "replay.copied:stop")
+
+
+def test_a_cancelled_order_that_waits_for_its_process_starts_none():
+    """The process has died early, so the next start has to wait."""
+
+    async def act(replayer: Replayer) -> None:
+        replayer._child._started_s = time.monotonic() + 1000
+        order = asyncio.ensure_future(replayed(replayer, ReplayScene()))
+        while not replayer._child._starting.locked():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        order.cancel()
+        ended, _ = await asyncio.wait({order}, timeout=10)
+        order.cancel()  # lets a test that fails end
+        assert ended and replayer.pid == 0 and not replayer._child._starting.locked()
+
+    run(act)
 
 
 def test_a_replayer_that_died_between_two_orders_is_started_again():
