@@ -319,6 +319,22 @@ def test_trainer_resumes_from_storage_where_it_has_no_checkpoint(script, site, t
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
+@pytest.mark.parametrize(
+    "limit", [4, pytest.param(6, marks=pytest.mark.chaos)], ids=["within an epoch", "the end of it"]
+)
+@pytest.mark.parametrize("script", RESUMED)
+def test_a_training_that_ended_goes_on_with_a_higher_limit(script, limit, daemon, tmp_path):
+    example = Example(script, tmp_path)
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", **EVERY_STEP}
+    runs = {"plain": {"REFT_MODE": "off", "MAX_STEPS": "8"}, "first": {**reft, "MAX_STEPS": str(limit)}}
+    for name, environment in {**runs, "after": {**reft, "MAX_STEPS": "8"}}.items():
+        done = example.run(name, **environment)
+        assert done.returncode == 0, done.stderr
+        shutil.rmtree(tmp_path / "checkpoints")
+    assert restored(done) == [limit]
+    assert_ends_alike(example.result("after"), example.result("plain"))
+
+
 @pytest.mark.parametrize("step", [6, 8], ids=["within an epoch", "the last of an epoch"])
 def test_lightning_has_a_checkpoint_of_its_own_and_goes_on_from_memory(step, daemon, tmp_path):
     """Lightning reads a checkpoint of step 4 or 8, whose loops and moments it would load later."""
