@@ -418,6 +418,16 @@ def _gaps(trainer: Any) -> list[str]:
         "callback, or in an object that you pass as ReftCallback(state={...})."
         for each in _savers(trainer)
     ]
+    if trainer.reload_dataloaders_every_n_epochs:
+        gaps.append(
+            "the order of samples in later epochs. With reload_dataloaders_every_n_epochs a restart makes the loader anew "
+            "at another moment."
+        )
+    if any(base.__name__ == "StochasticWeightAveraging" for each in trainer.callbacks for base in type(each).__mro__):
+        gaps.append(
+            "the learning rates of StochasticWeightAveraging. After a restart within an epoch they stay as they are until "
+            "the next one, and anneal by one step less. WeightAveraging is covered."
+        )
     if has_persistent_workers(trainer.fit_loop._combined_loader.flattened):
         gaps.append(PERSISTENT_WORKERS)
     if not _is_resumable(trainer.fit_loop):

@@ -164,8 +164,23 @@ def test_lightning_names_persistent_workers(persistent, monkeypatch):
     monkeypatch.setattr(lightning, "_savers", lambda trainer: [])  # it needs Lightning itself
     loader = DataLoader(list(range(4)), num_workers=1, persistent_workers=persistent)
     loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
-    trainer = SimpleNamespace(num_training_batches=4, fit_loop=loop)
+    trainer = SimpleNamespace(num_training_batches=4, fit_loop=loop, reload_dataloaders_every_n_epochs=0, callbacks=[])
     assert (checks.PERSISTENT_WORKERS in lightning._gaps(trainer)) == persistent
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"reload_dataloaders_every_n_epochs": 2}, "with reload_dataloaders_every_n_epochs"),
+        ({"callbacks": [type("Own", (type("StochasticWeightAveraging", (), {}),), {})()]}, "StochasticWeightAveraging"),
+    ],
+)
+def test_lightning_names_what_a_restart_changes(changed, named, monkeypatch):
+    monkeypatch.setattr(lightning, "_savers", lambda trainer: [])  # it needs Lightning itself
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[DataLoader(list(range(4)))]))
+    usual = {"num_training_batches": 4, "fit_loop": loop, "reload_dataloaders_every_n_epochs": 0, "callbacks": []}
+    said = lambda changes: " ".join(lightning._gaps(SimpleNamespace(**usual | changes))).lower()  # noqa: E731
+    assert named.lower() in said(changed) and named.lower() not in said({})
 
 
 def test_another_release_is_an_error_with_both_tested_versions():
