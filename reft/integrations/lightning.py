@@ -33,8 +33,9 @@ from reft.integrations.checks import PERSISTENT_WORKERS, Tested, has_persistent_
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TESTED = Tested("lightning", "2.6.6")
 LOOPS = ("setup_data", "on_advance_end", "done", "restarting", "_restarting", "epoch_loop.on_run_start",
-         "epoch_loop.on_advance_end", "epoch_loop.done", "epoch_loop.batch_progress.reset_on_run",
-         "epoch_loop.scheduler_progress.reset_on_run", "epoch_loop.batch_progress.current",
+         "epoch_loop.on_advance_end", "epoch_loop.done", "epoch_loop.restarted_on_train_batch_end",
+         "epoch_loop.batch_progress.reset_on_run", "epoch_loop.scheduler_progress.reset_on_run",
+         "epoch_loop.batch_progress.current", "epoch_loop.batch_progress.is_last_batch",
          "epoch_loop.automatic_optimization.optim_progress.reset_on_run", "state_dict", "load_state_dict")  # fmt: skip
 
 
@@ -178,9 +179,12 @@ class _Fit:
         # While `restarting` is set, Lightning skips schedulers that follow a metric at the end of
         # an epoch.
         self._loop._restarting = False
-        trained_batches = (
-            self._loop.epoch_loop.batch_progress.current.ready
-        )  # 0: the mark was at the end of the epoch before
+        epoch_loop = self._loop.epoch_loop
+        # A fit has ended with this epoch, and this one has more epochs. Lightning has counted the
+        # epoch, but begins the next one with its first batch only if it knows the length.
+        if epoch_loop.batch_progress.is_last_batch and epoch_loop.restarted_on_train_batch_end:
+            self._position.note_epoch()
+        trained_batches = epoch_loop.batch_progress.current.ready  # 0: the mark was at the end of the epoch before
         if not _is_resumable(self._loop):
             if self._trainer.current_epoch > 0:
                 # setup_data has drawn an order as for a first epoch. A new epoch draws from the
@@ -189,7 +193,7 @@ class _Fit:
                 self._position.before_iter = random_state.capture()
                 iter(data_fetcher)
             for _ in range(trained_batches):
-                next(data_fetcher.iterator, None)
+                _skip_batch(data_fetcher)
         if trained_batches:
             random_state.restore(random)
         else:
@@ -349,6 +353,22 @@ def _is_resumable(loop: Any) -> bool:
     )
 
 
+def _skip_batch(data_fetcher: Any) -> None:
+    """Takes the next batch out of a fetcher, without counting it.
+
+    Without a length the fetcher has read a batch ahead, to know which batch is the last.
+    """
+    ahead = getattr(data_fetcher, "batches", [])
+    if not ahead:
+        next(data_fetcher.iterator, None)
+        return
+    ahead.pop(0)
+    try:
+        ahead.append(next(data_fetcher.iterator))
+    except StopIteration:
+        data_fetcher.done = not ahead
+
+
 def _finish_finetuning(trainer: Any) -> None:
     """Makes what a finetuning callback has unfrozen as it was.
 
@@ -398,8 +418,21 @@ def _gaps(trainer: Any) -> list[str]:
         "callback, or in an object that you pass as ReftCallback(state={...})."
         for each in _savers(trainer)
     ]
-    if trainer.num_training_batches == float("inf") and not _is_resumable(trainer.fit_loop):
-        gaps.append("the end of an epoch of unknown length. A restart right after its last batch is not tested.")
+    if trainer.num_training_batches == float("inf") and _is_resumable(trainer.fit_loop):
+        gaps.append(
+            "one batch of the epoch of a restart. Without a length Lightning reads a batch ahead, and the loader's state "
+            "has that batch as read. A loader without state_dict is covered."
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        gaps.append(
+            "the order of samples in later epochs. With reload_dataloaders_every_n_epochs a restart makes the loader anew "
+            "at another moment."
+        )
+    if any(base.__name__ == "StochasticWeightAveraging" for each in trainer.callbacks for base in type(each).__mro__):
+        gaps.append(
+            "the learning rates of StochasticWeightAveraging. After a restart within an epoch they stay as they are until "
+            "the next one, and anneal by one step less. WeightAveraging is covered."
+        )
     if has_persistent_workers(trainer.fit_loop._combined_loader.flattened):
         gaps.append(PERSISTENT_WORKERS)
     if not _is_resumable(trainer.fit_loop):

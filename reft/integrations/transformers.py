@@ -69,6 +69,7 @@ LOCALS_OF_4 = (
     "steps_trained_in_current_epoch",
     "num_update_steps_per_epoch",
     "num_train_epochs",
+    "max_steps",
 )
 
 
@@ -86,7 +87,7 @@ class TrainerPosition:
         self.epoch = 0
         self.updates = 0  # optimizer steps completed in this epoch
         self.has_ended = False  # the mark is the one at the end of the epoch
-        self.stops = False
+        self.stops = False  # a callback has stopped the training, not the limit of this run's arguments
         self.at_epoch_begin: dict[str, Any] = random_state.capture()
 
     def begin(self, epoch: int, updates: int) -> None:
@@ -98,6 +99,20 @@ class TrainerPosition:
         """
         self.epoch, self.updates, self.has_ended = epoch, updates, False
         self.at_epoch_begin = random_state.capture()
+
+    def note_end(self) -> bool:
+        """Notes whether a callback has stopped the training.
+
+        The limit of steps stops it too. But a later run may have a higher limit, and then goes on
+        within this epoch.
+
+        Returns:
+            Whether the epoch has ended, and is not cut by the limit.
+        """
+        state, control = self._trainer.state, self._trainer.control
+        is_at_limit = state.global_step >= state.max_steps
+        self.stops = control.should_training_stop and not is_at_limit
+        return control.should_epoch_stop or not is_at_limit
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values only."""
@@ -256,8 +271,10 @@ class _EpochRun(_Run):
         else:
             self._resumes = False
             all_updates = arguments["num_update_steps_per_epoch"]
-            updates = all_updates if self._position.has_ended else self._position.updates
-            self._trainer.control.should_training_stop |= self._position.stops
+            state = self._trainer.state
+            ends = self._position.stops or state.global_step >= state.max_steps
+            updates = all_updates if ends or self._position.has_ended else self._position.updates
+            self._trainer.control.should_training_stop |= ends
             random_state.restore(self._position.at_epoch_begin)
             arguments |= {
                 "epochs_trained": epoch,
@@ -280,8 +297,7 @@ class _EpochRun(_Run):
 
         After a restart from this mark, log and evaluation are done again.
         """
-        self._position.has_ended = True
-        self._position.stops = self._trainer.control.should_training_stop
+        self._position.has_ended = self._position.note_end()
         self.step_begins()
 
     def close(self) -> None:
@@ -341,10 +357,13 @@ class _LoopRun(_Run):
 
     def _place(self) -> int:
         """Returns the number of steps from which the loop computes epoch and step."""
-        loop = _locals_of_loop()
-        if self._position.stops:
-            return loop["num_train_epochs"] * loop["num_update_steps_per_epoch"]
-        return self._position.epoch * loop["num_update_steps_per_epoch"] + self._position.updates
+        loop, position = _locals_of_loop(), self._position
+        all_updates = loop["num_update_steps_per_epoch"]
+        if position.stops or self._trainer.state.global_step >= loop["max_steps"]:
+            return loop["num_train_epochs"] * all_updates
+        if position.updates >= all_updates:  # the limit of an earlier run was the end of an epoch
+            position.epoch, position.updates = position.epoch + 1, 0
+        return position.epoch * all_updates + position.updates
 
     def train_begins(self) -> None:
         """Restores what the loop has set since attach, or notes the loop's place."""
@@ -376,9 +395,12 @@ class _LoopRun(_Run):
         self._log_and_save(loss_sum, *arguments, **named)
         self._loss.copy_(loss_sum)
         if self._position.has_ended:
-            self._position.epoch, self._position.updates, self._position.has_ended = self._position.epoch + 1, 0, False
-            self._position.stops = self._trainer.control.should_training_stop
-            self._mark()
+            self._position.has_ended = False
+            if self._position.note_end():
+                self._position.epoch, self._position.updates = self._position.epoch + 1, 0
+                self._mark()
+            else:
+                self.step_begins()
 
 
 class _TrainerCallback:
@@ -533,7 +555,7 @@ def _check(trainer: Any, *names: str) -> None:
     TESTED.need(
         trainer, *names, "model_wrapped", "lr_scheduler", "callback_handler.callbacks", "accelerator", "control"
     )
-    TESTED.need(trainer, "is_world_process_zero", *(f"state.{name}" for name in STATE))
+    TESTED.need(trainer, "is_world_process_zero", "state.max_steps", *(f"state.{name}" for name in STATE))
     if trainer.is_deepspeed_enabled:
         raise UnsupportedState("Trainer runs DeepSpeed, and this callback can't read the state of DeepSpeed.")
     if trainer.args.auto_find_batch_size:

@@ -164,8 +164,30 @@ def test_lightning_names_persistent_workers(persistent, monkeypatch):
     monkeypatch.setattr(lightning, "_savers", lambda trainer: [])  # it needs Lightning itself
     loader = DataLoader(list(range(4)), num_workers=1, persistent_workers=persistent)
     loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[loader]))
-    trainer = SimpleNamespace(num_training_batches=4, fit_loop=loop)
+    trainer = SimpleNamespace(num_training_batches=4, fit_loop=loop, reload_dataloaders_every_n_epochs=0, callbacks=[])
     assert (checks.PERSISTENT_WORKERS in lightning._gaps(trainer)) == persistent
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (
+            {
+                "num_training_batches": float("inf"),
+                "fit_loop": SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[Loader()])),
+            },
+            "reads a batch ahead",
+        ),  # fmt: skip
+        ({"reload_dataloaders_every_n_epochs": 2}, "with reload_dataloaders_every_n_epochs"),
+        ({"callbacks": [type("Own", (type("StochasticWeightAveraging", (), {}),), {})()]}, "StochasticWeightAveraging"),
+    ],
+)
+def test_lightning_names_what_a_restart_changes(changed, named, monkeypatch):
+    monkeypatch.setattr(lightning, "_savers", lambda trainer: [])  # it needs Lightning itself
+    loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[DataLoader(list(range(4)))]))
+    usual = {"num_training_batches": 4, "fit_loop": loop, "reload_dataloaders_every_n_epochs": 0, "callbacks": []}
+    said = lambda changes: " ".join(lightning._gaps(SimpleNamespace(**usual | changes))).lower()  # noqa: E731
+    assert named.lower() in said(changed) and named.lower() not in said({})
 
 
 def test_another_release_is_an_error_with_both_tested_versions():
@@ -191,20 +213,29 @@ class State:
     """Stands for TrainerState of transformers 4.57."""
 
     def __init__(self, **values: Any) -> None:
-        fields = {**dict.fromkeys(transformers.STATE, 0), "log_history": [], "is_world_process_zero": True}
+        fields = {
+            **dict.fromkeys(transformers.STATE, 0),
+            "max_steps": 0,
+            "log_history": [],
+            "is_world_process_zero": True,
+        }
         vars(self).update({**fields, **values})
 
 
 class LoopTrainer:
     """Stands for Trainer of transformers 4.57: one loop, with the local variables of the real one.
 
+    Args:
+        max_steps: the limit.
+
     Attributes:
         seen: what the loop did, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
         self.args = SimpleNamespace(device="cpu", gradient_accumulation_steps=2, auto_find_batch_size=False)
-        self.state, self.control = State(), SimpleNamespace(should_training_stop=False)
+        self.state, self.control = State(), SimpleNamespace(should_training_stop=False, should_epoch_stop=False)
         self.callback_handler = SimpleNamespace(callbacks=[], train_dataloader=None)
         self.accelerator = self.model_wrapped = self.lr_scheduler = self.optimizer = None
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
@@ -222,13 +253,15 @@ class LoopTrainer:
         self._globalstep_last_logged = self.state.global_step - self.state.global_step % 2
 
     def _inner_training_loop(self, run: Any, resume_from_checkpoint: str | None = None) -> None:
-        num_train_epochs, num_update_steps_per_epoch, epochs_trained, steps_trained_in_current_epoch = 2, 3, 0, 0
+        num_update_steps_per_epoch, epochs_trained, steps_trained_in_current_epoch, max_steps = 3, 0, 0, self.max_steps
+        num_train_epochs = -(-max_steps // num_update_steps_per_epoch)
         self._load_scaler(resume_from_checkpoint)
         path = Path(str(resume_from_checkpoint)) / "trainer_state.json"
         if path.is_file():
             self.state = State(**json.loads(path.read_text()))
             epochs_trained, updates = divmod(self.state.global_step, num_update_steps_per_epoch)
             steps_trained_in_current_epoch = 2 * updates
+        self.state.max_steps = max_steps
         tr_loss = torch.zeros(())
         self._total_loss_scalar, self._globalstep_last_logged = 0.0, self.state.global_step
         run.train_begins()
@@ -240,19 +273,26 @@ class LoopTrainer:
                 tr_loss = tr_loss + torch.rand(())
                 self.state.global_step += 1
                 self.seen.append(f"{epoch}.{update} {tr_loss:.6f} {order:.6f}")
+                self.control.should_training_stop = self.state.global_step >= max_steps
                 self._maybe_log_save_evaluate(tr_loss)
+                if self.control.should_training_stop:
+                    break
             steps_trained_in_current_epoch = 0
             run.epoch_ends()
             self._maybe_log_save_evaluate(tr_loss)
+            if self.control.should_training_stop:
+                break
 
 
-def trained(monkeypatch, held: Any = None, checkpoint: Path | None = None) -> tuple[list[str], list[Any]]:
-    """Trains a LoopTrainer, from a held mark if there is one.
+def trained(
+    monkeypatch, held: Any = None, checkpoint: Path | None = None, max_steps: int = 6
+) -> tuple[list[str], list[Any]]:
+    """Trains a LoopTrainer of three steps an epoch, from a held mark if there is one.
 
     Returns:
         what the loop did, and each mark: the position, the sum of losses and the generators.
     """
-    trainer, marks = LoopTrainer(), []
+    trainer, marks = LoopTrainer(max_steps), []
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(Trainer=LoopTrainer))
     monkeypatch.setattr(checks.Tested, "need_release", lambda *_: None)
     monkeypatch.setattr(
@@ -283,7 +323,7 @@ def trained(monkeypatch, held: Any = None, checkpoint: Path | None = None) -> tu
 @pytest.mark.parametrize("mark", range(6))
 def test_the_loop_of_trainer_4_goes_on_from_each_mark(mark, monkeypatch):
     plain, marks = trained(monkeypatch)
-    assert [(held["epoch"], held["updates"]) for held, *_ in marks] == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert [(held["epoch"], held["updates"]) for held, *_ in marks] == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
     after, later = trained(monkeypatch, marks[mark])
     assert after[:1] == ["scaler"] and after[1:] == plain[len(plain) - len(after) + 1 :]
     kept = ("epoch", "updates", "state", "counters")
@@ -303,3 +343,13 @@ def test_a_training_that_had_stopped_does_not_go_on_with_trainer_4(monkeypatch):
     _, marks = trained(monkeypatch)
     held, loss, generators = marks[2]
     assert trained(monkeypatch, ({**held, "stops": True}, loss, generators))[0] == ["scaler"]
+
+
+@pytest.mark.parametrize("limit", [3, 4], ids=["the end of an epoch", "within an epoch"])
+def test_a_training_that_reached_its_limit_goes_on_with_a_higher_one(limit, monkeypatch):
+    plain, _ = trained(monkeypatch)
+    _, marks = trained(monkeypatch, max_steps=limit)
+    assert trained(monkeypatch, marks[-1], max_steps=limit)[0] == ["scaler"]
+    after, _ = trained(monkeypatch, marks[-1])
+    steps = lambda seen: [each for each in seen if not each.startswith(("log", "scaler"))]  # noqa: E731
+    assert steps(after) == steps(plain)[limit:]

@@ -1,7 +1,8 @@
 """Trains with Hugging Face's Trainer from its own newest checkpoint: one process, 6-step epochs.
 
 With STOP_AT=N in the environment the script stops after step N. With RESUMES=1 it passes
-`resume_from_checkpoint=True`, whether or not there is a checkpoint.
+`resume_from_checkpoint=True`, whether or not there is a checkpoint. MAX_STEPS=N is Trainer's limit;
+the learning rate is then constant, so that it does not follow from the limit.
 """
 
 import os
@@ -48,10 +49,11 @@ class Steps(TrainerCallback):
 
 
 set_seed(0)
-guard = ReftCallback()
+guard, limit = ReftCallback(), int(os.environ.get("MAX_STEPS", "-1"))
 arguments = TrainingArguments(
     "checkpoints", num_train_epochs=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_steps=4,
-    logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+    logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, max_steps=limit,
+    lr_scheduler_type="linear" if limit < 0 else "constant",
 )  # fmt: skip
 trainer = Trainer(Net(), arguments, train_dataset=Sums(), callbacks=[guard, Steps()])
 newest = get_last_checkpoint("checkpoints") if os.path.isdir("checkpoints") else None

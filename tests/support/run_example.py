@@ -160,6 +160,7 @@ KINDS = {
     "hf_trainer.py": of_transformers,
     "lightning_fit.py": of_lightning,
     "lightning_hooks.py": of_lightning,
+    "lightning_iterable.py": of_lightning,
     "lightning_resumed.py": of_lightning,
     "lightning_unfreezing.py": of_lightning,
     "resumed_trainer.py": of_transformers,

@@ -57,6 +57,7 @@ EXAMPLES = {
 # Each of these is run in one test only.
 ODD = {
     "tests/support/lightning_hooks.py": "lightning",
+    "tests/support/lightning_iterable.py": "lightning",
     "tests/support/lightning_resumed.py": "lightning",
     "tests/support/lightning_unfreezing.py": "lightning",
     "tests/support/resumed_trainer.py": "hf",
@@ -319,12 +320,51 @@ def test_trainer_resumes_from_storage_where_it_has_no_checkpoint(script, site, t
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
+@pytest.mark.parametrize(
+    "limit", [4, pytest.param(6, marks=pytest.mark.chaos)], ids=["within an epoch", "the end of it"]
+)
+@pytest.mark.parametrize("script", RESUMED)
+def test_a_training_that_ended_goes_on_with_a_higher_limit(script, limit, daemon, tmp_path):
+    example = Example(script, tmp_path)
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", **EVERY_STEP}
+    runs = {"plain": {"REFT_MODE": "off", "MAX_STEPS": "8"}, "first": {**reft, "MAX_STEPS": str(limit)}}
+    for name, environment in {**runs, "after": {**reft, "MAX_STEPS": "8"}}.items():
+        done = example.run(name, **environment)
+        assert done.returncode == 0, done.stderr
+        shutil.rmtree(tmp_path / "checkpoints")
+    assert restored(done) == [limit]
+    assert_ends_alike(example.result("after"), example.result("plain"))
+
+
 @pytest.mark.parametrize("step", [6, 8], ids=["within an epoch", "the last of an epoch"])
 def test_lightning_has_a_checkpoint_of_its_own_and_goes_on_from_memory(step, daemon, tmp_path):
     """Lightning reads a checkpoint of step 4 or 8, whose loops and moments it would load later."""
     example = Example("tests/support/lightning_resumed.py", tmp_path)
     after = killed_and_started_again(example, daemon, step, CHECKPOINTS=str(tmp_path / "checkpoints"))
     assert f"its checkpoint of step {step // 4 * 4}, but reft goes on from step {step}" in after.stderr
+
+
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(2, marks=pytest.mark.chaos), 4, 6],
+    ids=["within an epoch", "the last of it", "within a later one"],
+)
+def test_lightning_goes_on_within_data_of_unknown_length(step, daemon, tmp_path):
+    killed_and_started_again(Example("tests/support/lightning_iterable.py", tmp_path), daemon, step)
+
+
+@pytest.mark.parametrize(
+    "validates", [{}, pytest.param({"VALIDATES": "1"}, marks=pytest.mark.chaos)], ids=["no validation", "a validation"]
+)
+def test_lightning_goes_on_with_more_epochs_of_unknown_length(validates, daemon, tmp_path):
+    example = Example("tests/support/lightning_iterable.py", tmp_path)
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", **EVERY_STEP}
+    runs = {"plain": {"REFT_MODE": "off", "EPOCHS": "2"}, "first": {**reft, "EPOCHS": "1"}}
+    for name, environment in {**runs, "after": {**reft, "EPOCHS": "2"}}.items():
+        done = example.run(name, **environment, **validates)
+        assert done.returncode == 0, done.stderr
+    assert restored(done) == [4]
+    assert_ends_alike(example.result("after"), example.result("plain"))
 
 
 @pytest.mark.chaos
