@@ -177,7 +177,7 @@ def test_lightning_names_persistent_workers(persistent, monkeypatch):
                 "fit_loop": SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[Loader()])),
             },
             "reads a batch ahead",
-        ),  # fmt: skip
+        ),
         ({"reload_dataloaders_every_n_epochs": 2}, "with reload_dataloaders_every_n_epochs"),
         ({"callbacks": [type("Own", (type("StochasticWeightAveraging", (), {}),), {})()]}, "StochasticWeightAveraging"),
     ],
