@@ -418,6 +418,11 @@ def _gaps(trainer: Any) -> list[str]:
         "callback, or in an object that you pass as ReftCallback(state={...})."
         for each in _savers(trainer)
     ]
+    if trainer.num_training_batches == float("inf") and _is_resumable(trainer.fit_loop):
+        gaps.append(
+            "one batch of the epoch of a restart. Without a length Lightning reads a batch ahead, and the loader's state "
+            "has that batch as read. A loader without state_dict is covered."
+        )
     if trainer.reload_dataloaders_every_n_epochs:
         gaps.append(
             "the order of samples in later epochs. With reload_dataloaders_every_n_epochs a restart makes the loader anew "

@@ -171,6 +171,13 @@ def test_lightning_names_persistent_workers(persistent, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
+        (
+            {
+                "num_training_batches": float("inf"),
+                "fit_loop": SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[Loader()])),
+            },
+            "reads a batch ahead",
+        ),
         ({"reload_dataloaders_every_n_epochs": 2}, "with reload_dataloaders_every_n_epochs"),
         ({"callbacks": [type("Own", (type("StochasticWeightAveraging", (), {}),), {})()]}, "StochasticWeightAveraging"),
     ],
