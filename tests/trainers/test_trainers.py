@@ -374,10 +374,12 @@ def test_trainer_goes_on_from_the_last_step_of_an_epoch(example, daemon):
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("end", ["STOP_AT", "MAX_STEPS"])
 @pytest.mark.parametrize("script", RESUMED)
-def test_a_training_that_was_stopped_early_does_not_go_on(script, daemon, tmp_path):
+def test_a_training_that_was_stopped_early_does_not_go_on(script, end, daemon, tmp_path):
+    """A callback stops it within an epoch, or a limit that the next run has, too."""
     example = Example(script, tmp_path)
-    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", "STOP_AT": "8", **EVERY_STEP}
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", end: "8", **EVERY_STEP}
     first = example.run("first", **reft)
     assert first.returncode == 0, first.stderr
     again = example.run("again", **{**reft, "STOP_AT": "-1"})
