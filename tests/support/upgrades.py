@@ -35,7 +35,7 @@ from tests.support.netns import STORE, Switch
 from tests.support.nodes import CHUNK_BYTES, LOCAL_ONLY, STATUS_S, Machine, Nodes, Training
 
 # The first commit that speaks a range of protocols, proofs, and leases that are bound to callers.
-FIRST_RANGE = "33568e3272bc465d6e0183cd12e35cbd1c64ce01"
+FIRST_RANGE = "4c18d563c0413fd2611fc16f3f05a81e2a75f4f5"
 NEWER = PROTOCOL + 1
 STORE_PORT = 29600  # of the store of a later launch
 PACKAGES = sysconfig.get_paths()["purelib"]
