@@ -38,7 +38,7 @@ def with_child(
 
 
 def is_closed(reading: int) -> bool:
-    """Whether nobody has the other end of a pipe open."""
+    """Returns whether the other end of a pipe is closed."""
     os.set_blocking(reading, False)
     try:
         return os.read(reading, 1) == b""
