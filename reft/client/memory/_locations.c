@@ -1,10 +1,10 @@
 /* read_extents(exchange, count_name, tensors, counted, addresses, extents, counts): whether all tensors lie as they did.
 
-Each tensor is compared with its address and its extent: number of dimensions, shape, strides, as `extents` has them of one
-tensor after the other. The attribute `count_name` of each counted object is stored in `counts`. All facts of one tensor
+Each tensor is compared with its address and its extent: id of its dtype, number of dimensions, shape, strides, as
+`extents` has them of one tensor after the other. The attribute `count_name` of each counted object is stored in `counts`. All facts of one tensor
 are read before those of the next: they lie close to each other in memory.
 
-A tensor tells its address, shape and strides by DLPack's C exchange API (`__dlpack_c_exchange_api__`): one call, which
+A tensor tells its address, dtype, shape and strides by DLPack's C exchange API (`__dlpack_c_exchange_api__`): one call, which
 makes no Python object. The two structures below are copied from the standard, dlpack.h 1.3. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -57,27 +57,51 @@ static int has_next(PyObject *tuple, Extents *extents)
     return same;
 }
 
+/* Stores the address of the tensor's dtype, an object that lives as long as torch: what Python's id() returns. */
+static int dtype_id(PyObject *tensor, int64_t *id)
+{
+    PyObject *dtype = PyObject_GetAttrString(tensor, "dtype");
+    *id = (int64_t)(intptr_t)dtype;
+    Py_XDECREF(dtype);
+    return dtype != NULL;
+}
+
+/* A dtype in DLPack's words and in torch's. Most tensors have the dtype of the tensor before, so one pair is kept. */
+typedef struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t id;
+} KnownType;
+
 /* DLPack has no code for some dtypes, such as torch.bits8. */
 static int compare_by_calls(PyObject *tensor, uint64_t expected, Extents *extents, int *same)
 {
     uint64_t address, dimensions;
-    if (!take_integer(PyObject_CallMethod(tensor, "data_ptr", NULL), &address)
+    int64_t dtype;
+    if (!dtype_id(tensor, &dtype) || !take_integer(PyObject_CallMethod(tensor, "data_ptr", NULL), &address)
         || !take_integer(PyObject_CallMethod(tensor, "dim", NULL), &dimensions))
         return 0;
-    *same = address == expected && (int64_t)dimensions == next_number(extents)
+    *same = address == expected && dtype == next_number(extents) && (int64_t)dimensions == next_number(extents)
         && has_next(PyObject_GetAttrString(tensor, "shape"), extents)
         && has_next(PyObject_CallMethod(tensor, "stride", NULL), extents);
     return !PyErr_Occurred();
 }
 
-static int compare(const DLPackExchangeAPI *api, PyObject *tensor, uint64_t expected, Extents *extents, int *same)
+static int compare(const DLPackExchangeAPI *api, PyObject *tensor, uint64_t expected, Extents *extents, KnownType *type,
+                   int *same)
 {
     DLTensor found;
     if (api->dltensor_from_py_object_no_sync(tensor, &found) || (found.ndim && !found.strides)) {
         PyErr_Clear();
         return compare_by_calls(tensor, expected, extents, same);
     }
-    *same = (uint64_t)(uintptr_t)found.data + found.byte_offset == expected && found.ndim == next_number(extents);
+    if (found.dtype.code != type->code || found.dtype.bits != type->bits || found.dtype.lanes != type->lanes) {
+        *type = (KnownType){found.dtype.code, found.dtype.bits, found.dtype.lanes, 0};
+        if (!dtype_id(tensor, &type->id))
+            return 0;
+    }
+    *same = (uint64_t)(uintptr_t)found.data + found.byte_offset == expected && type->id == next_number(extents)
+        && found.ndim == next_number(extents);
     for (int32_t i = 0; *same && i < found.ndim; i++)
         *same = found.shape[i] == next_number(extents);
     for (int32_t i = 0; *same && i < found.ndim; i++)
@@ -89,6 +113,7 @@ static PyObject *read_all(const DLPackExchangeAPI *api, PyObject *count_name, Py
                           const Py_buffer *addresses, const Py_buffer *numbers, const Py_buffer *counts)
 {
     int all_same = 1, same = 1;
+    KnownType type = {0}; /* no dtype has 0 bits */
     Extents extents = {numbers->buf, (const int64_t *)numbers->buf + numbers->len / (Py_ssize_t)sizeof(int64_t)};
     Py_ssize_t length = PyList_GET_SIZE(tensors), nbytes = length * (Py_ssize_t)sizeof(uint64_t);
     if (PyList_GET_SIZE(counted) != length || addresses->len != nbytes || counts->len != nbytes)
@@ -96,7 +121,7 @@ static PyObject *read_all(const DLPackExchangeAPI *api, PyObject *count_name, Py
     for (Py_ssize_t i = 0; i < length; i++) {
         PyObject *tensor = PyList_GetItem(tensors, i), *object = PyList_GetItem(counted, i);
         if (!tensor || !object
-            || (all_same && !compare(api, tensor, ((uint64_t *)addresses->buf)[i], &extents, &same))
+            || (all_same && !compare(api, tensor, ((uint64_t *)addresses->buf)[i], &extents, &type, &same))
             || !take_integer(PyObject_GetAttr(object, count_name), (uint64_t *)counts->buf + i))
             return NULL;
         all_same &= same;

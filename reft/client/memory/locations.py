@@ -2,8 +2,8 @@
 
 A mark does this for every tensor of the state. torch has no call for a list of tensors, and three
 Python calls for each tensor take longer than the memory of all tensors. `_locations.c` makes one
-call for address, shape and strides (DLPack's C exchange API) and one for the write count. Where
-`_locations.c` could not be compiled, or torch speaks another DLPack, the three calls serve.
+call for address, dtype, shape and strides (DLPack's C exchange API) and one for the write count.
+Where `_locations.c` could not be compiled, or torch speaks another DLPack, Python's calls serve.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Read = Callable[[Tensors, Tensors, "array[int]", "array[int]", "array[int]"], bo
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the number of dimensions, the shape and the strides of a tensor."""
-    return (tensor.dim(), *tensor.shape, *tensor.stride())
+    """Returns the id of its dtype, the number of dimensions, the shape and the strides of a tensor."""
+    return (id(tensor.dtype), tensor.dim(), *tensor.shape, *tensor.stride())
 
 
 def _read(

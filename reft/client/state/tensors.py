@@ -103,6 +103,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 SHAPE = attrgetter("shape")
+DTYPE = attrgetter("dtype")
 STRIDE = torch.Tensor.stride
 ADDRESS = torch.Tensor.data_ptr
 
@@ -211,15 +212,17 @@ class TensorLocations:
         self._other_addresses: list[int] = []
         self._shapes: list[torch.Size] = []
         self._strides: list[tuple[int, ...]] = []
+        self._dtypes: list[torch.dtype] = []
         self._wrappers: list[torch.Tensor] = []
         self._locals: list[torch.Tensor] = []
 
     def track_address(self, tensor: torch.Tensor) -> None:
-        """Tracks the memory address, the shape and the strides of a plain tensor."""
+        """Tracks the memory address, the dtype, the shape and the strides of a plain tensor."""
         self._others.append(tensor)
         self._other_addresses.append(tensor.data_ptr())
         self._shapes.append(tensor.shape)
         self._strides.append(tensor.stride())
+        self._dtypes.append(tensor.dtype)
 
     def track_local(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Tracks which local tensor a DTensor has; a plain tensor is its own."""
@@ -257,6 +260,7 @@ class TensorLocations:
             and list(map(ADDRESS, self._others)) == self._other_addresses
             and list(map(SHAPE, self._others)) == self._shapes
             and list(map(STRIDE, self._others)) == self._strides
+            and list(map(DTYPE, self._others)) == self._dtypes
         ):
             return None
         is_in_place, versions = self._read()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 from array import array
-from itertools import chain
+from itertools import chain, permutations
 
 import pytest
 import torch
@@ -100,6 +100,26 @@ def test_a_tensor_that_is_transposed_over_the_same_memory_is_noticed(read, kind)
     assert located.read(read)
     located.tensors[0].data = located.tensors[0].data.t()
     assert located.tensors[0].data_ptr() == located.addresses[0] and not located.read(read)
+
+
+TWO_BYTES = (torch.bfloat16, torch.float16, torch.int16, torch.uint16)
+ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool, torch.bits8)
+
+
+def test_neighbours_of_all_dtypes_stay_where_they_were(read):
+    dtypes = (*TWO_BYTES, *ONE_BYTE, torch.float32, torch.complex64, torch.float64, torch.int64, torch.complex128)
+    pairs = [torch.empty(4, dtype=each) for pair in permutations(dtypes, 2) for each in pair]
+    assert Located(*pairs).read(read)
+
+
+@pytest.mark.parametrize(("old", "new"), [*permutations(TWO_BYTES, 2), *permutations(ONE_BYTE, 2)], ids=str)
+def test_another_dtype_over_the_same_memory_is_noticed(read, old, new):
+    """As after `model.float()` and `model.half()`: the allocator may give the first memory back."""
+    located = Located(*(torch.empty(4, dtype=old) for _ in range(2)))
+    assert located.read(read)
+    last = located.tensors[-1]
+    last.data = last.data.view(new)
+    assert last.data_ptr() == located.addresses[-1] and last.dtype is new and not located.read(read)
 
 
 @pytest.mark.parametrize("change", [lambda extents: extents.pop(), lambda extents: extents.append(0)])

@@ -117,6 +117,11 @@ def test_moved_and_resized_memory_is_noticed():
     assert locations.current_versions() is None
     staged.data = staged.data.t()
     assert locations.current_versions() == locations.versions()
+    for tensor in (staged, fixed):
+        tensor.data = tensor.data.view(torch.int32)
+        assert locations.current_versions() is None
+        tensor.data = tensor.data.view(torch.float32)
+        assert locations.current_versions() == locations.versions()
     fixed.resize_(3)
     assert locations.current_versions() is None
     fixed.resize_(4)
