@@ -25,7 +25,7 @@ Read = Callable[[Tensors, Tensors, "array[int]", "array[int]", "array[int]"], bo
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the id of its dtype, the number of dimensions, the shape and the strides of a tensor."""
+    """Returns the dtype's id, the number of dimensions, shape and strides of a tensor."""
     return (id(tensor.dtype), tensor.dim(), *tensor.shape, *tensor.stride())
 
 
