@@ -27,7 +27,7 @@ from reft.wire import stored_format as stored
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.child.control_channel import ControlMessage, fields_of, receive_message, send_message, version_of
 from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint
-from reft_daemon.persist.slot_copy import SlotRange, SlotSource, read_head, verify_file
+from reft_daemon.persist.slot_copy import SlotRange, SlotSource, read_head
 from reft_daemon.persist.storage_root import AnyFolder
 
 log = logging.getLogger("reft.persister")
@@ -191,20 +191,6 @@ class StorageServer:
                 os.close(descriptor)
             raise
         return {"fetched_bytes": fetched_bytes}, opened
-
-    def _verify(self, message: ControlMessage, _: Sequence[int]) -> Answer:
-        """Compares every byte of a checkpoint with its digests."""
-        store = self._store(message)
-        for folder, file in store.indexes(self._listed(message)).values():
-            descriptor = store.open(folder, file)
-            try:
-                for nbytes in verify_file(
-                    descriptor, file, [SlotRange(*each) for each in message["ranges"][str(file.rank)]]
-                ):
-                    self._note(message["id"], nbytes)
-            finally:
-                os.close(descriptor)
-        return {}, []
 
     def _listed(self, message: ControlMessage) -> ListedCheckpoint:
         try:

@@ -87,7 +87,7 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
     try:
         return await run_to_end(asyncio.to_thread(function, *arguments))
     except ValueError as error:
-        raise ConfigError(f"it can't be rebuilt: {error}.") from error
+        raise ConfigError(f"it can't be rebuilt: {str(error).rstrip('.')}.") from error
 
 
 async def run_to_end(work: Awaitable[T]) -> T:

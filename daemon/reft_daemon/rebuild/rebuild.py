@@ -153,13 +153,10 @@ class Rebuild:
         """Returns the ranks, and parity numbers, whose slots are read.
 
         Raises:
-            ValueError: a stripe can't be decoded from the slots at hand.
+            ValueError: a stripe or a section can't be decoded from the slots at hand.
         """
         have, lost = self._have(placement), {each.rank for each in self.request.lost}
-        needed = {number for cost in costs(placement, have, lost, self._sections) for number in cost.read}
-        if absent := sorted(needed - have):
-            raise ValueError(f"{slot_name(absent[0], len(placement.domains))} is not among the sources")
-        return sorted(needed)
+        return sorted({number for cost in costs(placement, have, lost, self._sections) for number in cost.read})
 
     def _have(self, placement: Placement) -> set[int]:
         """Returns the old ranks, and parity numbers, whose slots are at hand."""

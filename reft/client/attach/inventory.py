@@ -9,12 +9,12 @@ The time for an answer of an absent node is decided in `reft.core.recovery.surve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 from reft.client.attach.arguments import AttachContext
-from reft.client.attach.introduce import Introduction, NodeDaemon, leader_of
-from reft.client.link.exchange import RankMessage, gather
-from reft.client.link.rank_group import RankGroup
+from reft.client.attach.introduce import Introduction, leader_of
+from reft.client.link.exchange import gather_replies
 from reft.config import Launch
 from reft.core.commit.version import Version
 from reft.core.recovery.survey_timeout import is_settled
@@ -46,24 +46,29 @@ def take_inventory(
         ReftError: a node's own daemon does not answer.
     """
 
-    def ask() -> RankMessage:
-        if not introduction.is_leader:
-            return RankMessage()
+    def ask() -> pb.InventoryReply:
         reply: pb.InventoryReply = introduction.daemon.call("Inventory", inventory_request(introduction, ends_orphans))
         reply.known.extend(known_to_agent(context.launch, reply.node))
-        return RankMessage(reply.SerializeToString())
+        return reply
 
-    messages = gather(context.rank_group, ask, RankMessage)
-    replies = {node.id: pb.InventoryReply.FromString(messages[leader_of(node)].data) for node in introduction.nodes}
+    by_rank = gather_replies(context.rank_group, introduction.is_leader, ask, pb.InventoryReply)
+    replies = {node.id: by_rank[leader_of(node)] for node in introduction.nodes}
     survey = JobSurvey(replies, before=before)
     absent = survey.absent(introduction.nodes)
     if not absent or not any(reply.HasField("decision") for reply in replies.values()):
         return survey  # no node that answered has the token, which the absent nodes ask for
-    job, launch = introduction.job.id, introduction.ranks.first.identity.launch
     asker = asker_of(introduction.nodes, replies)
-    ask_absent = AbsentNodeSurvey(
-        context.rank_group, asker, introduction.daemon, job, launch, context.launch.round, ends_orphans
-    )
+
+    def ask_absent(nodes: Sequence[pb.Node], is_again: bool, tokens: Sequence[bytes]) -> pb.SurveyReply:
+        request = pb.SurveyRequest(
+            job=introduction.job.id, nodes=nodes, launch=introduction.ranks.first.identity.launch,
+            end_orphans=ends_orphans, again=is_again, tokens=tokens,
+        )  # fmt: skip
+        if context.launch.round >= 0:  # reft's rendezvous made the round
+            request.round = context.launch.round
+        ask = partial(introduction.daemon.call, "Survey", request, DEADLINE_S)
+        return gather_replies(context.rank_group, context.rank == asker, ask, pb.SurveyReply, DEADLINE_S)[asker]
+
     return survey_absent_nodes(survey, absent, ask_absent, erased)
 
 
@@ -98,53 +103,6 @@ def asker_of(nodes: Sequence[pb.Node], replies: Mapping[str, pb.InventoryReply])
     return next(leader_of(node) for node in nodes if replies[node.id].HasField("decision"))
 
 
-@dataclass(frozen=True)
-class AbsentNodeSurvey:
-    """A survey by one rank's daemon, with the answers sent to all ranks.
-
-    Attributes:
-        rank_group: all ranks of the job.
-        rank: the rank whose daemon asks; that daemon knows the job.
-        daemon: the daemon of this rank's node.
-        job: name of the job.
-        launch: launch mark of this attach.
-        round: round of reft's rendezvous; -1 without reft's rendezvous.
-        ends_orphans: whether daemons end the orphans of earlier trainers.
-    """
-
-    rank_group: RankGroup
-    rank: int
-    daemon: NodeDaemon
-    job: str
-    launch: str
-    round: int
-    ends_orphans: bool = True
-
-    def __call__(self, nodes: Sequence[pb.Node], is_again: bool, tokens: Sequence[bytes]) -> pb.SurveyReply:
-        """Returns the holdings of these nodes. All ranks call it together.
-
-        Args:
-            nodes: the nodes to ask.
-            is_again: whether these nodes are asked for the second time. The first time, nodes that
-                were given up get little time.
-            tokens: of the job, as far as the survey knows them.
-        """
-        request = pb.SurveyRequest(
-            job=self.job, nodes=nodes, launch=self.launch, end_orphans=self.ends_orphans, again=is_again, tokens=tokens
-        )
-        if self.round >= 0:
-            request.round = self.round
-
-        def ask() -> RankMessage:
-            if self.rank_group.rank != self.rank:
-                return RankMessage()
-            reply: pb.SurveyReply = self.daemon.call("Survey", request, DEADLINE_S)
-            return RankMessage(reply.SerializeToString())
-
-        messages = gather(self.rank_group, ask, RankMessage, extra_s=DEADLINE_S)
-        return pb.SurveyReply.FromString(messages[self.rank].data)
-
-
 def survey_absent_nodes(
     survey: JobSurvey,
     absent: Sequence[pb.Node],
@@ -159,7 +117,8 @@ def survey_absent_nodes(
     Args:
         survey: answers of the nodes that take part.
         absent: the other nodes that these answers name.
-        ask: an `AbsentNodeSurvey`.
+        ask: asks nodes, perhaps for the second time, with the tokens that the survey knows. The
+            first time, nodes that were given up get little time.
         erased: (node, name, version) of slots and capsules that failed their digests.
     """
     asked = {node.id for node in absent}

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +29,7 @@ from reft.core.recovery import holdings
 from reft.core.recovery.lineage import known_to, next_epoch
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
 from reft.core.recovery.restart_loop import stopped
-from reft.errors import ConfigError, ReftError, RestoreError
+from reft.errors import ConfigError, RestoreError
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import placement_of, placing
@@ -279,40 +278,28 @@ def refuse_few_slots(placement: Placement) -> None:
         )
 
 
-def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> None:
-    """Stores the decision on every node, or on none. All ranks call it together.
+def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan, trains: bool = False) -> None:
+    """Stores the decision on every node. All ranks call it together.
+
+    Args:
+        context: what every step needs.
+        introduction: the ranks and nodes that take part.
+        plan: the decision.
+        trains: whether the ranks are registered as trainers already, and stay so.
 
     Raises:
-        ReftError: a daemon refused the decision, or does not answer.
+        ReftError: a daemon refused the decision, or does not answer; others may have it.
     """
 
     def store() -> None:
         if introduction.is_leader:
-            introduction.daemon.call("Decide", decide_request(introduction, plan))
+            introduction.daemon.call("Decide", decide_request(introduction, plan, trains))
 
-    try:
-        together(context.rank_group, store)
-    except BaseException:
-        if introduction.is_leader:
-            with contextlib.suppress(ReftError):  # the first error counts
-                introduction.daemon.call("Release", refusal(introduction, plan))
-        raise
-
-
-def refusal(introduction: Introduction, plan: AttachPlan) -> pb.ReleaseRequest:
-    """Returns the request to this rank's daemon to undo the decision."""
-    epoch = messages.epoch_to(plan.decision.epoch)
-    return pb.ReleaseRequest(job=introduction.job.id, epoch=epoch, rank=introduction.rank, refused=True)
+    together(context.rank_group, store)
 
 
 def decide_request(introduction: Introduction, plan: AttachPlan, trains: bool = False) -> pb.DecideRequest:
-    """Returns the decision for this rank's daemon.
-
-    Args:
-        introduction: the ranks and nodes that take part.
-        plan: the decision.
-        trains: whether the ranks are registered as trainers already, and stay so.
-    """
+    """Returns the decision for this rank's daemon; see `decide`."""
     node, infos = introduction.node.id, introduction.ranks.infos
     told = plan.survey.replies[node].slots if node in plan.survey.replies else ()
     return pb.DecideRequest(

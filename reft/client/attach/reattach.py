@@ -47,10 +47,10 @@ from reft.client.attach.begin import make_snapshotter
 from reft.client.attach.copy_choice import choose
 from reft.client.attach.introduce import Introduction, LocalState, describe, introduce_state
 from reft.client.attach.inventory import Erasure, take_inventory
-from reft.client.attach.plan import AttachPlan, decide_request, make_plan, manifest_of_base, recover
+from reft.client.attach.plan import AttachPlan, decide, make_plan, manifest_of_base, recover
 from reft.client.attach.records import lease_records_alone
 from reft.client.attach.restore import leases_of, secure
-from reft.client.link.exchange import Record, gather, together
+from reft.client.link.exchange import Record, gather
 from reft.client.link.rank_group import RanksMissing
 from reft.client.link.slots import MappedSlot, SlotLeases
 from reft.client.snapshot.replica_check import LeafDigests, mismatched_names
@@ -346,20 +346,6 @@ def pin(introduction: Introduction, snapshots: Snapshotter) -> Version | None:
     return Version(epoch, reply.whole)
 
 
-def decide(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> None:
-    """Stores the decision on every node. The threads of all ranks call it together.
-
-    Raises:
-        ReftError: a daemon refused the decision, or does not answer; others may have it.
-    """
-
-    def store() -> None:
-        if introduction.is_leader:
-            introduction.daemon.call("Decide", decide_request(introduction, plan, trains=True))
-
-    together(context.rank_group, store)
-
-
 def carry_out(
     context: AttachContext,
     introduction: Introduction,
@@ -388,7 +374,7 @@ def carry_out(
     while True:
         try:
             plan = plan or plan_again()
-            decide(context, introduction, plan)
+            decide(context, introduction, plan, trains=True)
             secure(context, introduction, plan)
             return plan
         except RanksMissing:

@@ -1,6 +1,7 @@
-"""The steps open, load and lease: slots ─► live tensors, and slots for the next snapshots.
+"""The steps decide, open, load and lease: slots ─► live tensors, and slots for the next snapshots.
 
-registration   every rank: this process is the rank's trainer; an error undoes the decision
+registration   one rank a node: store the decision; then
+               every rank: this process is the rank's trainer. An error undoes both
 restore        every rank: the base's slots ─► live tensors and host state
 lease          one rank a node: the base's capsules go to their holders again; then
                every rank: slots for the next snapshots, every page touched. The daemon frees
@@ -16,9 +17,8 @@ from dataclasses import replace
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Introduction
-from reft.client.attach.plan import AttachPlan, slots_of
+from reft.client.attach.plan import AttachPlan, decide, slots_of
 from reft.client.link.exchange import together
-from reft.client.link.rank_group import RankGroup
 from reft.client.link.slots import ALLOCATION_BYTES_PER_S, MappedSlot, SlotLeases
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.decode import decoder_for
@@ -35,21 +35,29 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 @contextlib.contextmanager
-def registration(rank_group: RankGroup, leases: SlotLeases) -> Iterator[SlotLeases]:
-    """Registers each rank as trainer; yields its leases. An error undoes the decision.
+def registration(
+    context: AttachContext, introduction: Introduction, plan: AttachPlan, leases: SlotLeases
+) -> Iterator[None]:
+    """Stores the decision and registers each rank as trainer. An error undoes both on every node.
 
     Args:
-        rank_group: all ranks of the job.
+        context: what every step needs.
+        introduction: the ranks and nodes that take part.
+        plan: the decision.
         leases: the leases of this rank, from `leases_of`.
 
     Raises:
-        ReftError: a rank can't be registered, for example because another trainer lives.
+        ReftError: a daemon refused the decision, or a rank can't be registered, for example because
+            another trainer lives.
     """
-    with contextlib.ExitStack() as undo:
-        undo.callback(_refuse, leases)
-        together(rank_group, leases.register)
-        yield leases
-        undo.pop_all()
+    try:
+        decide(context, introduction, plan)
+        together(context.rank_group, leases.register)
+        yield
+    except BaseException:
+        with contextlib.suppress(ReftError):  # the first error counts
+            leases.release(is_refused=True)
+        raise
 
 
 def leases_of(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> SlotLeases:
@@ -66,11 +74,6 @@ def leases_of(context: AttachContext, introduction: Introduction, plan: AttachPl
         pins_for=device if device.type == "cuda" else None,
         calls=context.calls,
     )
-
-
-def _refuse(leases: SlotLeases) -> None:
-    with contextlib.suppress(ReftError):  # the first error counts
-        leases.release(is_refused=True)
 
 
 def remote_slots(context: AttachContext, introduction: Introduction, survey: JobSurvey) -> RemoteSlots:

@@ -48,7 +48,6 @@ from reft.client.attach.local_state import RestoreMemory
 from reft.client.attach.plan import (
     AttachPlan,
     AttachTry,
-    decide,
     make_plan,
     manifest_of_base,
     recover_at_start,
@@ -104,8 +103,8 @@ def run_attach(context: AttachContext) -> AttachResult:
                 introduction = introduce(context, stages.tracked(ties), memory)
                 description = describe(context, introduction)
             plan = plan_restore(context, introduction, description, survey, recovery, attempt, memory)
-            decide(context, introduction, plan)
-            with registration(context.rank_group, leases_of(context, introduction, plan)) as leases:
+            leases = leases_of(context, introduction, plan)
+            with registration(context, introduction, plan, leases):
                 result = restore(context, introduction, plan, leases, memory.buffer)
                 if not result.damaged:
                     slots = lease(context, introduction, plan, leases)

@@ -16,13 +16,14 @@ Invariants
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from reft.client.attach import report
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Introduction, leader_of
 from reft.client.attach.inventory import take_inventory
 from reft.client.attach.plan import AttachTry
-from reft.client.link.exchange import RankMessage, gather
+from reft.client.link.exchange import gather_replies
 from reft.console import say
 from reft.core.budget import format_bytes
 from reft.core.commit.version import Version
@@ -58,18 +59,16 @@ class StorageReader:
         """
         job, asker = self.introduction.job.id, self.introduction.ranks.persisting[0]
 
-        def call() -> RankMessage:
-            if self.context.rank != asker:
-                return RankMessage()
+        def call() -> pb.StoredReply:
             try:
                 request = pb.StoredRequest(job=job, lineage=lineage, name=name)
                 reply: pb.StoredReply = self.introduction.daemon.call("Stored", request, LISTING_S)
             except ReftError as error:
-                reply = pb.StoredReply(trouble=str(error))
-            return RankMessage(reply.SerializeToString())
+                return pb.StoredReply(trouble=str(error))
+            return reply
 
-        replies = gather(self.context.rank_group, call, RankMessage, extra_s=LISTING_S)
-        return pb.StoredReply.FromString(replies[asker].data)
+        is_asker = self.context.rank == asker
+        return gather_replies(self.context.rank_group, is_asker, call, pb.StoredReply, LISTING_S)[asker]
 
     def open(self, lineage: str, version: Version, stored: pb.StoredReply) -> str:
         """Opens a checkpoint on all nodes; returns its damage, or nothing.
@@ -92,15 +91,10 @@ class StorageReader:
             asks_again=True,
         )
 
-        def call() -> RankMessage:
-            if not self.introduction.is_leader or not self._persists(self.introduction.node):
-                return RankMessage()
-            reply: pb.OpenStoredReply = self.introduction.daemon.call("OpenStored", request, ANSWER_S)
-            return RankMessage(reply.SerializeToString())
-
+        call = partial(self.introduction.daemon.call, "OpenStored", request, ANSWER_S)
+        opens = self.introduction.is_leader and self._persists(self.introduction.node)
         while True:
-            replies = gather(self.context.rank_group, call, RankMessage, extra_s=ANSWER_S)
-            opened = [pb.OpenStoredReply.FromString(each.data) for each in replies]
+            opened = gather_replies(self.context.rank_group, opens, call, pb.OpenStoredReply, ANSWER_S)
             damage = next((each.damage for each in opened if each.damage), "")
             if damage or not any(each.opening for each in opened):
                 return damage

@@ -15,11 +15,14 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from google.protobuf.message import Message
+
 from reft.client.link.rank_group import RankGroup, bytes_of, text_of
 from reft.errors import AttachError, FormatError
 
 Record = TypeVar("Record")
 Kept = TypeVar("Kept")
+Reply = TypeVar("Reply", bound=Message)
 PLAIN = (bool, int, str, NoneType)
 
 
@@ -71,6 +74,20 @@ def gather(
     """
     replies = rank_group.gather_or_raise(lambda: to_json(act()), extra_s=extra_s, deadline_s=deadline_s)
     return _records(replies, kind)
+
+
+def gather_replies(
+    rank_group: RankGroup, asks: bool, ask: Callable[[], Reply], kind: type[Reply], extra_s: float = 0.0
+) -> list[Reply]:
+    """Runs `ask` on the ranks that shall ask; returns the reply of each rank, or an empty one.
+
+    See `share`; `kind` is the class of the replies.
+    """
+
+    def message() -> RankMessage:
+        return RankMessage(ask().SerializeToString() if asks else b"")
+
+    return [kind.FromString(each.data) for each in gather(rank_group, message, RankMessage, extra_s)]
 
 
 def together(rank_group: RankGroup, act: Callable[[], Kept], extra_s: float = 0.0) -> Kept:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from reft.core.coding.placement import Placement
 from reft.core.recovery.plan import DecodeOperation, ReadOperation, SlotReaders, TransferPlan, TransferSizes
-from reft.core.recovery.stripes import NO_CELL, section_sources
+from reft.core.recovery.stripes import NO_CELL
 
 DAEMON = 0  # the only reader of the plan
 # At most four bands are in memory. Wider runs make fewer calls; wider than this is not faster.
@@ -56,14 +56,9 @@ def rebuild_plan(
         have: old ranks, and parity numbers, whose slots are at hand.
         lost: ranks whose slots are made; none of them in `have`.
         sizes: of reads and slices.
-        sections: those of `lost` whose unreplicated leaves are made, too. In guard lanes with f = 1
-            the parity slots that they need count as at hand.
-
-    Raises:
-        ValueError: a section can't be decoded from these slots.
+        sections: those of `lost` whose unreplicated leaves are made, too.
     """
-    slots = {*have, *section_sources(placement, sections, have)}
-    readers = SlotReaders(dict.fromkeys(slots, DAEMON), dict.fromkeys(lost, DAEMON), dict.fromkeys(slots, ""), [""])
+    readers = SlotReaders(dict.fromkeys(have, DAEMON), dict.fromkeys(lost, DAEMON), dict.fromkeys(have, ""), [""])
     return TransferPlan((), placement, readers, lost, makes_parity=True, sizes=sizes, sections=sections)
 
 
@@ -79,7 +74,7 @@ def costs(
         sections: as of `rebuild_plan`.
 
     Raises:
-        ValueError: a stripe can't be decoded from these slots.
+        ValueError: a stripe or a section can't be decoded from these slots.
     """
     by_cell: dict[int, RebuildCost] = {}
     for operation in rebuild_plan(placement, have, lost, WHOLE_SHARDS, sections).operations(DAEMON):

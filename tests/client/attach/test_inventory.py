@@ -183,11 +183,13 @@ def test_all_ranks_wait_as_long_as_absent_nodes_may_take():
         waits.append(extra_s)
         return [act()]
 
-    def call(method, request, deadline_s):
+    def call(method, request, deadline_s=0.0):
         waits.append(deadline_s)
-        return pb.SurveyReply()
+        return known if method == "Inventory" else pb.SurveyReply()
 
-    rank_group, daemon = SimpleNamespace(rank=0, gather_or_raise=gather_or_raise), SimpleNamespace(call=call)
-    ask = inventory.AbsentNodeSurvey(rank_group, 0, daemon, "job", "launch", -1)
-    assert ask([NODES["b"]], False, ()) == pb.SurveyReply()
-    assert waits[0] == waits[1]
+    first = attaches.begun("ab")
+    known = attaches.survey_of(first, {"a": [8], "b": [8]}).replies["a"]
+    introduced = replace(attaches.introduction("a"), daemon=SimpleNamespace(call=call))
+    rank_group = SimpleNamespace(rank=0, gather_or_raise=gather_or_raise)
+    inventory.take_inventory(replace(attaches.context(), rank_group=rank_group), introduced)
+    assert waits == [0.0, 0.0, inventory.DEADLINE_S, inventory.DEADLINE_S], "group and daemon, twice"

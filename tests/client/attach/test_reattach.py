@@ -183,7 +183,11 @@ def test_a_daemon_that_is_down_for_several_tries_ends_no_attempt(monkeypatch, ca
             raise down.pop()
         return name
 
-    monkeypatch.setattr(module, "decide", lambda context, introduction, plan: act(f"decide {plan}", plan == "first"))
+    def decide(context: Any, introduction: Any, plan: Any, trains: bool) -> Any:
+        assert trains, "the ranks stay registered"
+        return act(f"decide {plan}", plan == "first")
+
+    monkeypatch.setattr(module, "decide", decide)
     monkeypatch.setattr(module, "secure", lambda context, introduction, plan: act(f"secure {plan}"))
     closing: Any = SimpleNamespace(wait=lambda pause_s: acts.append(pause_s))
     context: Any = SimpleNamespace(rank=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch
 from reft.client.attach import restore as module
 from reft.client.attach.plan import make_plan, recover
 from reft.client.attach.restore import give_up, lease, leases_of, registration, restore, restore_steps
-from reft.client.link.rank_group import RankGroup
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore import transport
 from reft.client.restore.restore import RestoreResult
@@ -55,41 +55,50 @@ class OtherFails:
         raise AttachError("rank 1 could not attach")
 
 
+def registered(leases: FakeLeases, rank: int = 0, rank_group: Any = None):
+    """Returns the registration of a rank; the leases remember the decision, too."""
+    daemon = SimpleNamespace(call=lambda method, request: leases._act(method))
+    introduced: Any = replace(introduction("aa", rank=rank), daemon=daemon)
+    own = context(rank) if rank_group is None else replace(context(rank), rank_group=rank_group)
+    return registration(own, introduced, planned("aa"), leases)  # type: ignore[arg-type]
+
+
 def test_a_registration_stays_after_a_success():
     leases = FakeLeases()
-    with registration(RankGroup(1.0), leases) as given:
-        assert given is leases
-    assert leases.acts == ["register"]
+    with registered(leases):
+        assert leases.acts == ["Decide", "register"]
+    assert leases.acts == ["Decide", "register"]
 
 
 def test_an_error_undoes_the_decision_and_is_raised():
     leases = FakeLeases(fails="refuse")
-    with pytest.raises(ReftError, match="load failed"), registration(RankGroup(1.0), leases):
+    with pytest.raises(ReftError, match="load failed"), registered(leases):
         raise ReftError("load failed.")
-    assert leases.acts == ["register", "refuse"]
+    assert leases.acts == ["Decide", "register", "refuse"]
 
 
 def test_an_error_of_another_rank_undoes_the_decision():
+    """One rank of a node stores it, and each rank undoes it: any of them may be the last to end."""
     leases = FakeLeases()
-    with pytest.raises(AttachError, match="rank 1"), registration(OtherFails(), leases):
+    with pytest.raises(AttachError, match="rank 1"), registered(leases, 1, OtherFails()):
         raise AssertionError("no rank goes on")
-    assert leases.acts == ["register", "refuse"]
+    assert leases.acts == ["refuse"]
 
 
-def test_a_rank_that_can_not_be_registered_undoes_the_decision_too():
-    """It may be the only rank of its node."""
-    leases = FakeLeases(fails="register")
-    with pytest.raises(AlreadyAttached), registration(RankGroup(1.0), leases):
+@pytest.mark.parametrize("fails", ["Decide", "register"])
+def test_a_rank_whose_decision_or_registration_is_refused_undoes_the_decision_too(fails):
+    """It may be the only rank of its node; a daemon that did not answer may have the decision."""
+    leases = FakeLeases(fails=fails)
+    with pytest.raises(AlreadyAttached), registered(leases):
         raise AssertionError("no rank goes on")
-    assert leases.acts == ["register", "refuse"]
+    assert leases.acts[-2:] == [fails, "refuse"]
 
 
 def test_after_damage_the_registration_ends_once(capsys):
-    leases = FakeLeases()
-    plan = planned("ab")
-    with registration(RankGroup(1.0), leases):
+    leases, plan = FakeLeases(), planned("ab")
+    with registered(leases):
         give_up(context(), plan, leases, RestoreResult((1,)))
-    assert leases.acts == ["register", "refuse"]
+    assert leases.acts == ["Decide", "register", "refuse"]
     assert f"{plan.base} of rank 1 is damaged" in capsys.readouterr().err
 
 

@@ -85,7 +85,7 @@ def test_the_sources_of_a_chunk_are_those_that_are_read_for_it(scheme):
 def test_lost_sections_are_decoded_from_slots_and_parity():
     placement = lanes_of([30_000, 64, 20_000])
     (lane,) = placement.guard_lanes
-    (cost,) = costs(placement, {0, 1}, {2}, [2])
+    (cost,) = costs(placement, {0, 1, 3, 4}, {2}, [2])
     assert (cost.cell, cost.decoded, cost.copied, cost.parity) == (NO_CELL, 20_032, 0, 0), "with padding"
     pieces = list(section_stripes(placement, [2], {0, 1, 3, 4}))
     expected: dict[int, int] = {}
@@ -95,6 +95,8 @@ def test_lost_sections_are_decoded_from_slots_and_parity():
     assert cost.read == {number: nbytes for number, nbytes in expected.items() if nbytes}
     assert set(cost.read) <= {0, 1, 3, 4} and {3, 4} <= set(cost.read)
     assert costs(placement, {0, 1}, {2}) == [], "without sections nothing is made"
-    plan = rebuild_plan(placement, {0, 1}, {2}, sections=[2])
+    with pytest.raises(ValueError, match="can't be decoded without the parity of rank 1, which is lost"):
+        costs(placement, {0, 1, 3}, {2}, [2])
+    plan = rebuild_plan(placement, {0, 1, 3, 4}, {2}, sections=[2])
     assert chunk_sources(plan, 2, 0) == ([], sorted({each.owner for each in pieces[0].inputs.values()}))
     assert lane.piece_bytes % placement.chunk_bytes == 0

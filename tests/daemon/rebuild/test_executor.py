@@ -106,9 +106,9 @@ def test_lost_sections_are_made_again_from_guard_lanes(D, sizes):
     slots = {rank: slot.data for rank, slot in enumerate(job.slots)}
     parity = {parity_number(job.placement, rank): slot.data for rank, slot in job.parity.items()}
     for lost in range(D):
-        plan = rebuild_plan(job.placement, set(slots) - {lost}, [lost], sizes, [lost])
-        made: Any = {lost: SimpleNamespace(map=MadeSlot(slots[lost].nbytes))}
         gone = {lost, parity_number(job.placement, lost)}
+        plan = rebuild_plan(job.placement, {*slots, *parity} - gone, [lost], sizes, [lost])
+        made: Any = {lost: SimpleNamespace(map=MadeSlot(slots[lost].nbytes))}
 
         async def run(plan: TransferPlan = plan, made: Any = made, gone: Collection[int] = gone) -> None:
             async for _ in made_slices(plan, reads_of({**slots, **parity}, gone), made):
@@ -253,6 +253,6 @@ async def drained(slices: Any) -> None:
 def test_a_section_whose_lane_lost_too_much_is_refused():
     placement, _ = with_sections(5, 2)
     with pytest.raises(ValueError, match=r"members \(0, 1, 2\) of 5 are lost"):
-        rebuild_plan(placement, {3, 4, 8, 9}, [0], sections=[0])
+        costs(placement, {3, 4, 8, 9}, [0], sections=[0])
     with pytest.raises(ValueError, match=r"parity of \(3, 4\) is at hand"):
-        rebuild_plan(placement, {1, 2, 3, 4, 8, 9}, [0], sections=[0])
+        costs(placement, {1, 2, 3, 4, 8, 9}, [0], sections=[0])
