@@ -30,7 +30,8 @@ Invariants
   6. Until a step of the new epoch is whole, the base is pinned. Until one is protected, the guard
      is.
   7. `protected` is announced only after every node has sealed all its parity of that step. Lanes
-     that were left out of the turn are the exception: they are *exposed*, and reported by name.
+     that were left out of the turn are the exception: they are *exposed*, and reported by name. The
+     pins say whether there are any, because ranks hear nothing else of the exchange.
   8. The coordinator of a job with storage pins the step that is being written there, by itself: see
      reft/core/persist/persist_schedule.py. So its slots stay until the checkpoint is complete.
   9. A protected step that loses parity is no longer called protected. It is *kept*, which means
@@ -78,6 +79,7 @@ class Pins:
         protected_by: number of the turn that made the parity of `protected`; 0: none.
         kept: the step that was protected last, if a part of its parity is gone since.
         persist: the step that is being written to storage.
+        is_exposed: whether lanes lack parity of `protected`, because its turn left them out.
     """
 
     seq: int = 0
@@ -88,11 +90,17 @@ class Pins:
     protected_by: int = 0
     kept: int = -1
     persist: int = -1
+    is_exposed: bool = False
 
     @property
     def guarded_step(self) -> int:
         """The step whose parity stays: the protected one, or what is left of the last one."""
         return max(self.protected, self.kept)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the newest whole step is protected in all lanes."""
+        return self.protected == self.whole and not self.is_exposed
 
     def merge(self, other: Pins) -> Pins:
         """Returns the newer of two values."""
@@ -165,6 +173,10 @@ class GuardReport:
     guarded: int = 0
     lanes: frozenset[UnguardedLane] = frozenset()
 
+    def lacking(self, attempt: int) -> frozenset[int]:
+        """Returns the lanes that lack parity of a turn."""
+        return frozenset(lane.lane for lane in self.lanes if lane.attempt == attempt)
+
 
 NO_GUARD = GuardReport()
 
@@ -207,8 +219,7 @@ class TurnHistory:
 
     def failed(self, report: GuardReport, attempt: int) -> frozenset[int]:
         """Returns the lanes that lack parity of a turn, though the turn tried them."""
-        lacking = frozenset(lane.lane for lane in report.lanes if lane.attempt == attempt)
-        return lacking - self.exposed.get(attempt, frozenset())
+        return report.lacking(attempt) - self.exposed.get(attempt, frozenset())
 
     def begin(self, step: int, attempt: int, lanes: int, protected_by: int) -> TurnHistory:
         """Returns the history with a new turn.
@@ -235,14 +246,9 @@ class TurnHistory:
             failures[lane] = LaneHistory(count, attempt + 1 + left_out)
         return replace(self, failures=failures)
 
-    def after_success(self, attempt: int) -> TurnHistory:
-        """Returns the history after a turn succeeded."""
-        exposed = self.exposed.get(attempt, frozenset())
-        return replace(self, failures={lane: self.failures[lane] for lane in self.failures.keys() & exposed})
-
-    def is_complete(self, pins: Pins) -> bool:
-        """Whether the newest whole step is protected in all lanes."""
-        return pins.protected == pins.whole and not self.exposed.get(pins.protected_by)
+    def after_success(self, lacking: frozenset[int]) -> TurnHistory:
+        """Returns the history after a turn succeeded, without the lanes that lack its parity."""
+        return replace(self, failures={lane: self.failures[lane] for lane in self.failures.keys() & lacking})
 
 
 def next_pins(
@@ -259,14 +265,19 @@ def next_pins(
     """
     after = replace(pins, whole=whole)
     if after.protected >= 0 and history.failed(report, after.protected_by):
-        after = replace(after, protected=-1, protected_by=0, kept=after.protected)
+        after = replace(after, protected=-1, protected_by=0, kept=after.protected, is_exposed=False)
+    elif after.protected >= 0 and report.lacking(after.protected_by):
+        after = replace(after, is_exposed=True)
     if after.turn >= 0:
         if failed := history.failed(report, after.attempt):
             after, history = replace(after, turn=-1), history.after_failure(failed, after.attempt)
         elif 0 < report.guarded == after.attempt:
-            after = replace(after, turn=-1, protected=after.turn, protected_by=after.attempt, kept=-1)
-            history = history.after_success(after.attempt)
-    is_due = whole > history.tried or (history.retry_after == after.attempt and not history.is_complete(after))
+            lacking = report.lacking(after.attempt)
+            after = replace(
+                after, turn=-1, protected=after.turn, protected_by=after.attempt, kept=-1, is_exposed=bool(lacking)
+            )
+            history = history.after_success(lacking)
+    is_due = whole > history.tried or (history.retry_after == after.attempt and not after.is_complete)
     if is_due and _may_begin(after, facts):
         after = replace(after, turn=whole, attempt=after.attempt + 1)
         history = history.begin(whole, after.attempt, facts.lanes, after.protected_by)
@@ -346,7 +357,7 @@ class GuardRound:
 
         None: no other turn is wanted, or none may begin.
         """
-        if not _may_begin(pins, self.facts) or self.history.is_complete(pins):
+        if not _may_begin(pins, self.facts) or pins.is_complete:
             return None
         return float(min(1 << max(self.history.tries - 1, 0), RETRY_PAUSE_MAX_S))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -157,11 +158,11 @@ def test_a_step_that_lost_its_parity_has_another_turn():
 
 def test_lanes_that_were_left_out_are_tried_again_at_the_same_step():
     history = TurnHistory(8, 3, -1, {1: LaneHistory(2, 5)}, {4: frozenset({1})})
-    pins = Pins(5, 8, -1, 8, 4, 4)
+    pins = Pins(5, 8, -1, 8, 4, 4, is_exposed=True)
     pins, history = retried(pins, history)
-    assert pins == Pins(6, 8, 8, 8, 5, 4) and not history.exposed[5]
+    assert pins == Pins(6, 8, 8, 8, 5, 4, is_exposed=True) and not history.exposed[5]
     failed, _ = next_pins(pins, 8, lacks(5, 1), history, FOUR)
-    assert failed == Pins(7, 8, -1, 8, 5, 4), "the step stays protected in the other lanes"
+    assert failed == Pins(7, 8, -1, 8, 5, 4, is_exposed=True), "the step stays protected in the other lanes"
     assert next_pins(pins, 8, GuardReport(5), history, FOUR)[0] == Pins(7, 8, -1, 8, 5, 5)
 
 
@@ -227,11 +228,44 @@ def test_the_pause_of_a_failing_lane_is_bounded():
 def test_an_exposed_lane_does_not_demote_the_step_that_was_protected_without_it():
     history = TurnHistory(8, 1, -1, {}, {4: frozenset({1})})
     pins, history = next_pins(Pins(5, 8, 8, -1, 4), 8, replace(lacks(4, 1), guarded=4), history, FOUR)
-    assert pins == Pins(6, 8, -1, 8, 4, 4)
+    assert pins == Pins(6, 8, -1, 8, 4, 4, is_exposed=True)
     pins, history = next_pins(pins, 9, lacks(4, 1), history, FOUR)
-    assert pins == Pins(7, 9, 9, 8, 5, 4), "the next turn keeps what it knows of the protected step"
+    assert pins == Pins(7, 9, 9, 8, 5, 4, is_exposed=True), "the next turn keeps what it knows of the protected step"
     assert next_pins(pins, 9, lacks(4, 1), history, FOUR)[0] == pins
     assert next_pins(pins, 9, lacks(4, 0), history, FOUR)[0] == Pins(8, 9, 9, -1, 5, 0, 8), "another lane counts"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_pins_say_whether_a_lane_lacks_parity_of_the_protected_step(seed):
+    """Lanes fail in spells, and lose parity again. Now and then the coordinator is restarted."""
+    chance, node, pins, failing = random.Random(seed), GuardRound(FOUR, 0, FRESH), Pins(), frozenset[int]()
+    lacking: dict[int, frozenset[int]] = {}  # attempt → lanes
+    seen = set()
+    for whole in range(1, 80):
+        failing = frozenset(lane for lane in range(3) if chance.random() < 0.4) if chance.random() < 0.2 else failing
+        if chance.random() < 0.05:
+            node = GuardRound(FOUR, 0, TurnHistory(pins.whole))
+        if pins.protected >= 0 and chance.random() < 0.1:
+            lacking[pins.protected_by] |= {chance.randrange(3)}
+        for attempt in lacking:
+            node.note_unguarded(pins, [UnguardedLane(0, lane, "", attempt) for lane in lacking[attempt]])
+        if chance.random() < 0.9:
+            node.note_guarded(pins, pins.attempt)
+        after = node.next_pins(pins, whole)
+        node.announce(pins, whole)
+        pins = after
+        lacking.setdefault(pins.attempt, failing)
+        assert pins.is_exposed == (pins.protected >= 0 and bool(lacking[pins.protected_by]))
+        seen.add((pins.is_exposed, pins.protected >= 0))
+    assert seen == {(True, True), (False, True), (False, False)}
+
+
+def test_a_lane_that_was_left_out_and_is_guarded_all_the_same_starts_anew():
+    history = TurnHistory(8, 1, -1, {0: LaneHistory(3, 9), 1: LaneHistory(3, 9)}, {4: frozenset({0, 1})})
+    pins, history = next_pins(Pins(5, 8, 8, -1, 4), 8, replace(lacks(4, 1), guarded=4), history, FOUR)
+    assert pins.is_exposed and history.failures == {1: LaneHistory(3, 9)}
+    pins, _ = next_pins(Pins(5, 8, 8, -1, 4), 8, GuardReport(4), history, FOUR)
+    assert pins == Pins(6, 8, -1, 8, 4, 4) and GuardRound(FOUR, 0, history).retry_pause_s(pins) is None
 
 
 def test_if_all_lanes_would_be_left_out_none_is():
