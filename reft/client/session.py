@@ -219,8 +219,9 @@ class Session:
         turn_bytes: bytes of this rank that its node sends in one turn of the exchange
         parity_bytes: memory for parity that the node keeps on behalf of this rank
         extra_slot_bytes: memory for this rank's slots beyond three, which the exchange needs
-        protected_step: newest step of this attach known to survive lost nodes; -1 if none. With
-            `exchange_bytes` or `aor_bytes` this is learnt with the snapshots of later steps
+        protected_step: newest step of this attach known to survive lost nodes; -1 if none, or if
+            some of its state lacks parity. With `exchange_bytes` or `aor_bytes` this is learnt
+            with the snapshots of later steps
         turn_s: seconds of the last turn, as seen at snapshots; -1 if no turn was seen to end
         """
         return self._window.stats()

@@ -275,6 +275,7 @@ def pins_to(pins: Pins) -> pb.Pins:
     return pb.Pins(
         seq=pins.seq, whole=whole, turn=turn, protected=protected, kept=kept,
         attempt=pins.attempt, protected_by=pins.protected_by, persist=persist,
+        exposed=pins.is_exposed,
     )  # fmt: skip
 
 
@@ -284,7 +285,9 @@ def pins_from(message: pb.Pins) -> Pins:
     protected = message.protected if message.HasField("protected") else -1
     kept = message.kept if message.HasField("kept") else -1
     persist = message.persist if message.HasField("persist") else -1
-    return Pins(message.seq, whole, turn, protected, message.attempt, message.protected_by, kept, persist)
+    return Pins(
+        message.seq, whole, turn, protected, message.attempt, message.protected_by, kept, persist, message.exposed
+    )
 
 
 def guard_report_to(report: GuardReport) -> pb.GuardReport:

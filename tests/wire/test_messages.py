@@ -92,7 +92,7 @@ def test_more_undecided_steps_than_slots_are_refused():
     st.integers(-1, messages.STEP_MAX),
     st.frozensets(STEPS),
     st.builds(SnapshotInterval, STEPS, st.integers(0, 1 << 31)),
-    st.builds(Pins, STEPS, *[OR_NONE] * 3, STEPS, STEPS, OR_NONE, OR_NONE),
+    st.builds(Pins, STEPS, *[OR_NONE] * 3, STEPS, STEPS, OR_NONE, OR_NONE, st.booleans()),
 )
 def test_outcomes(until, still, pace, pins):
     outcome = Outcome(pins, until, still, interval=pace)

@@ -191,6 +191,7 @@ def publish(job: JobRecord) -> None:
     """Announces what this node decides, does what the outcome allows here, and puts the change."""
     if job.round is None:
         return
+    job.round.guard.now_s = time.monotonic()
     if has_recorded(job, job.round.next_outcome().pins, job.round.outcome.pins):
         job.round.announce()
     outcome = job.round.outcome

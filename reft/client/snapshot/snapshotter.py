@@ -237,10 +237,12 @@ class Snapshotter:
     def is_protected(self, step: int) -> bool:
         """Whether a whole step survives the loss of `tolerate` failure domains now.
 
-        State that exists once does so from the end of the step's turn on.
+        State that exists once does so from the end of the step's turn on, unless a lane was left
+        out of the turn.
         """
-        placement = self.facts.placement
-        return not exposures(placement) and (not placement.guard_lanes or self.reporter.pins.protected >= step)
+        placement, pins = self.facts.placement, self.reporter.pins
+        is_guarded = not placement.guard_lanes or (pins.protected >= step and not pins.is_exposed)
+        return is_guarded and not exposures(placement)
 
     def misfits(self) -> bool:
         """Decides whether this rank's state misfits the placement, by the last snapshot."""
@@ -303,11 +305,11 @@ class Snapshotter:
 
 def protection_stats(snapshots: Snapshotter) -> dict[str, float]:
     """Returns the numbers of `Session.stats` on the job's protection."""
-    placement = snapshots.facts.placement
-    if placement.guard_lanes:
-        protected_step = snapshots.reporter.pins.protected
+    placement, pins = snapshots.facts.placement, snapshots.reporter.pins
+    if exposures(placement) or (placement.guard_lanes and pins.is_exposed):
+        protected_step = -1
     else:
-        protected_step = -1 if exposures(placement) else snapshots.whole_step
+        protected_step = pins.protected if placement.guard_lanes else snapshots.whole_step
     return {
         **protection_counts(placement, snapshots.facts.rank),
         "protected_step": protected_step,

@@ -30,7 +30,8 @@ Invariants
   6. Until a step of the new epoch is whole, the base is pinned. Until one is protected, the guard
      is.
   7. `protected` is announced only after every node has sealed all its parity of that step. Lanes
-     that were left out of the turn are the exception: they are *exposed*, and reported by name.
+     that were left out of the turn are the exception: they are *exposed*, and reported by name. The
+     pins say whether there are any, because ranks hear nothing else of the exchange.
   8. The coordinator of a job with storage pins the step that is being written there, by itself: see
      reft/core/persist/persist_schedule.py. So its slots stay until the checkpoint is complete.
   9. A protected step that loses parity is no longer called protected. It is *kept*, which means
@@ -42,14 +43,17 @@ While the newest whole step is not protected in all lanes, the step has more tur
 newer whole step has its turn at once.
 
 A lane that ended two turns as unguardable is left out of 1, 2, 4, … turns, so that the other lanes
-go on. If all lanes would be left out, none is.
+go on. A turn without a lane lets go of an earlier step that was protected in all of them. So while
+a step or the guard is pinned, two turns are not enough: they must lie LEFT_OUT_AFTER_S apart, in
+which a daemon is restarted. If all lanes would be left out, none is.
 
 A lost message is repeated by the next one, since each is complete. A late one has a smaller `seq`,
 or names an earlier attempt, and changes nothing. A repeated one changes nothing. A restarted daemon
 knows no pins, and reports nothing until it hears them. A restarted coordinator starts from its
-file, and goes on with its turn. It has forgotten which lanes failed, so those may end two more
-turns. A job that exchanges nothing has no turns: `whole` alone advances. Then the file is written
-only if the persisted step changes, and `since` of the reports brings a newer `whole` back.
+file, and goes on with its turn. It has forgotten which lanes failed, so those may end further
+turns, as if they had not failed before. A job that exchanges nothing has no turns: `whole` alone
+advances. Then the file is written only if the persisted step changes, and `since` of the reports
+brings a newer `whole` back.
 """
 
 from __future__ import annotations
@@ -62,6 +66,7 @@ from reft.core.commit.version import Version
 
 EXCHANGE_SLOTS_MIN = 4  # slots of a rank: protected, turn, newest whole step, and one to write
 LEFT_OUT_MAX = 64  # turns that a failing lane is left out of
+LEFT_OUT_AFTER_S = 30.0  # as long as a turn waits for a silent node
 RETRY_PAUSE_MAX_S = 64  # between two turns of one step
 
 
@@ -78,6 +83,7 @@ class Pins:
         protected_by: number of the turn that made the parity of `protected`; 0: none.
         kept: the step that was protected last, if a part of its parity is gone since.
         persist: the step that is being written to storage.
+        is_exposed: whether lanes lack parity of `protected`, because its turn left them out.
     """
 
     seq: int = 0
@@ -88,11 +94,17 @@ class Pins:
     protected_by: int = 0
     kept: int = -1
     persist: int = -1
+    is_exposed: bool = False
 
     @property
     def guarded_step(self) -> int:
         """The step whose parity stays: the protected one, or what is left of the last one."""
         return max(self.protected, self.kept)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the newest whole step is protected in all lanes."""
+        return self.protected == self.whole and not self.is_exposed
 
     def merge(self, other: Pins) -> Pins:
         """Returns the newer of two values."""
@@ -165,6 +177,10 @@ class GuardReport:
     guarded: int = 0
     lanes: frozenset[UnguardedLane] = frozenset()
 
+    def lacking(self, attempt: int) -> frozenset[int]:
+        """Returns the lanes that lack parity of a turn."""
+        return frozenset(lane.lane for lane in self.lanes if lane.attempt == attempt)
+
 
 NO_GUARD = GuardReport()
 
@@ -179,11 +195,13 @@ class LaneHistory:
     """The turns that one lane ended as unguardable.
 
     Attributes:
-        count: how many, since the lane was last guarded.
+        since_s: when it ended the first one, since it was last guarded.
+        left_out: of how many turns it was left out after the newest one.
         next_try: number of the first turn that tries the lane again.
     """
 
-    count: int
+    since_s: float
+    left_out: int
     next_try: int
 
 
@@ -207,8 +225,7 @@ class TurnHistory:
 
     def failed(self, report: GuardReport, attempt: int) -> frozenset[int]:
         """Returns the lanes that lack parity of a turn, though the turn tried them."""
-        lacking = frozenset(lane.lane for lane in report.lanes if lane.attempt == attempt)
-        return lacking - self.exposed.get(attempt, frozenset())
+        return report.lacking(attempt) - self.exposed.get(attempt, frozenset())
 
     def begin(self, step: int, attempt: int, lanes: int, protected_by: int) -> TurnHistory:
         """Returns the history with a new turn.
@@ -226,27 +243,32 @@ class TurnHistory:
         tries = self.tries + 1 if step == self.tried else 1
         return TurnHistory(step, tries, -1, self.failures, exposed)
 
-    def after_failure(self, lanes: Iterable[int], attempt: int) -> TurnHistory:
-        """Returns the history after these lanes ended a turn."""
+    def after_failure(self, lanes: Iterable[int], attempt: int, now_s: float, patience_s: float) -> TurnHistory:
+        """Returns the history after these lanes ended a turn.
+
+        Args:
+            lanes: the lanes.
+            attempt: number of the turn.
+            now_s: the present time.
+            patience_s: for so long after its first failure a lane is not left out.
+        """
         failures = dict(self.failures)
         for lane in lanes:
-            count = failures[lane].count + 1 if lane in failures else 1
-            left_out = min(1 << (count - 2), LEFT_OUT_MAX) if count >= 2 else 0
-            failures[lane] = LaneHistory(count, attempt + 1 + left_out)
+            before = failures.get(lane)
+            since_s = before.since_s if before is not None else now_s
+            left_out = 0
+            if before is not None and (before.left_out or now_s - since_s >= patience_s):
+                left_out = min(max(2 * before.left_out, 1), LEFT_OUT_MAX)
+            failures[lane] = LaneHistory(since_s, left_out, attempt + 1 + left_out)
         return replace(self, failures=failures)
 
-    def after_success(self, attempt: int) -> TurnHistory:
-        """Returns the history after a turn succeeded."""
-        exposed = self.exposed.get(attempt, frozenset())
-        return replace(self, failures={lane: self.failures[lane] for lane in self.failures.keys() & exposed})
-
-    def is_complete(self, pins: Pins) -> bool:
-        """Whether the newest whole step is protected in all lanes."""
-        return pins.protected == pins.whole and not self.exposed.get(pins.protected_by)
+    def after_success(self, lacking: frozenset[int]) -> TurnHistory:
+        """Returns the history after a turn succeeded, without the lanes that lack its parity."""
+        return replace(self, failures={lane: self.failures[lane] for lane in self.failures.keys() & lacking})
 
 
 def next_pins(
-    pins: Pins, whole: int, report: GuardReport, history: TurnHistory, facts: ExchangeFacts
+    pins: Pins, whole: int, report: GuardReport, history: TurnHistory, facts: ExchangeFacts, now_s: float
 ) -> tuple[Pins, TurnHistory]:
     """Returns the coordinator's next pins, and its memory of turns.
 
@@ -256,17 +278,25 @@ def next_pins(
         report: what all nodes report on the parity of these pins.
         history: the coordinator's memory until now.
         facts: of the job's exchange.
+        now_s: the present time, by any clock that never goes back.
     """
     after = replace(pins, whole=whole)
     if after.protected >= 0 and history.failed(report, after.protected_by):
-        after = replace(after, protected=-1, protected_by=0, kept=after.protected)
+        after = replace(after, protected=-1, protected_by=0, kept=after.protected, is_exposed=False)
+    elif after.protected >= 0 and report.lacking(after.protected_by):
+        after = replace(after, is_exposed=True)
     if after.turn >= 0:
         if failed := history.failed(report, after.attempt):
-            after, history = replace(after, turn=-1), history.after_failure(failed, after.attempt)
+            patience_s = LEFT_OUT_AFTER_S if after.guarded_step >= 0 or facts.has_guard else 0.0
+            history = history.after_failure(failed, after.attempt, now_s, patience_s)
+            after = replace(after, turn=-1)
         elif 0 < report.guarded == after.attempt:
-            after = replace(after, turn=-1, protected=after.turn, protected_by=after.attempt, kept=-1)
-            history = history.after_success(after.attempt)
-    is_due = whole > history.tried or (history.retry_after == after.attempt and not history.is_complete(after))
+            lacking = report.lacking(after.attempt)
+            after = replace(
+                after, turn=-1, protected=after.turn, protected_by=after.attempt, kept=-1, is_exposed=bool(lacking)
+            )
+            history = history.after_success(lacking)
+    is_due = whole > history.tried or (history.retry_after == after.attempt and not after.is_complete)
     if is_due and _may_begin(after, facts):
         after = replace(after, turn=whole, attempt=after.attempt + 1)
         history = history.begin(whole, after.attempt, facts.lanes, after.protected_by)
@@ -297,11 +327,13 @@ class GuardRound:
         facts: of the job's exchange.
         children: how many nodes report to this one.
         history: the coordinator's memory of the turns.
+        now_s: the time, which the coordinator's shell sets before it announces.
     """
 
     facts: ExchangeFacts
     children: int
     history: TurnHistory
+    now_s: float = 0.0
     _own: GuardReport = NO_GUARD
     _reports: dict[int, GuardReport] = field(default_factory=dict)
 
@@ -335,18 +367,18 @@ class GuardRound:
 
     def next_pins(self, pins: Pins, whole: int) -> Pins:
         """Returns the coordinator's next pins; see the function."""
-        return next_pins(pins, whole, self.report(pins), self.history, self.facts)[0]
+        return self._next(pins, whole)[0]
 
     def announce(self, pins: Pins, whole: int) -> None:
         """Remembers that the coordinator announces `next_pins`."""
-        _, self.history = next_pins(pins, whole, self.report(pins), self.history, self.facts)
+        _, self.history = self._next(pins, whole)
 
     def retry_pause_s(self, pins: Pins) -> float | None:
         """Returns after how many seconds the newest whole step may have another turn.
 
         None: no other turn is wanted, or none may begin.
         """
-        if not _may_begin(pins, self.facts) or self.history.is_complete(pins):
+        if not _may_begin(pins, self.facts) or pins.is_complete:
             return None
         return float(min(1 << max(self.history.tries - 1, 0), RETRY_PAUSE_MAX_S))
 
@@ -354,3 +386,6 @@ class GuardRound:
         """Permits another turn of the same step, unless a turn after `attempt` has begun."""
         if pins.turn < 0 and attempt == pins.attempt:
             self.history = replace(self.history, retry_after=attempt)
+
+    def _next(self, pins: Pins, whole: int) -> tuple[Pins, TurnHistory]:
+        return next_pins(pins, whole, self.report(pins), self.history, self.facts, self.now_s)

@@ -157,7 +157,7 @@ class Decision(_message.Message):
     def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., known: _Optional[_Iterable[_Union[Epoch, _Mapping]]] = ..., guard: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
 
 class Pins(_message.Message):
-    __slots__ = ("seq", "whole", "turn", "protected", "kept", "attempt", "protected_by", "persist")
+    __slots__ = ("seq", "whole", "turn", "protected", "kept", "attempt", "protected_by", "persist", "exposed")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +166,7 @@ class Pins(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROTECTED_BY_FIELD_NUMBER: _ClassVar[int]
     PERSIST_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_FIELD_NUMBER: _ClassVar[int]
     seq: int
     whole: int
     turn: int
@@ -174,7 +175,8 @@ class Pins(_message.Message):
     attempt: int
     protected_by: int
     persist: int
-    def __init__(self, seq: _Optional[int] = ..., whole: _Optional[int] = ..., turn: _Optional[int] = ..., protected: _Optional[int] = ..., kept: _Optional[int] = ..., attempt: _Optional[int] = ..., protected_by: _Optional[int] = ..., persist: _Optional[int] = ...) -> None: ...
+    exposed: bool
+    def __init__(self, seq: _Optional[int] = ..., whole: _Optional[int] = ..., turn: _Optional[int] = ..., protected: _Optional[int] = ..., kept: _Optional[int] = ..., attempt: _Optional[int] = ..., protected_by: _Optional[int] = ..., persist: _Optional[int] = ..., exposed: bool = ...) -> None: ...
 
 class GuardReport(_message.Message):
     __slots__ = ("lanes", "attempt")

@@ -509,6 +509,8 @@ def test_a_step_of_exchanged_state_is_protected_once_its_turn_has_ended(rank):
     assert rank.snapshots.is_protected(4) and not rank.snapshots.is_protected(5)
     rank.reporter.pins = Pins(4, whole=5, protected=5)
     assert rank.snapshots.is_protected(5)
+    rank.reporter.pins = Pins(5, whole=5, protected=5, is_exposed=True)
+    assert not rank.snapshots.is_protected(5), "a lane was left out of the step's turn"
     rank.snapshots.facts = replace(rank.snapshots.facts, placement=replace(exchanging, slots=3))
     assert not rank.snapshots.is_protected(5), "with three slots nothing is exchanged"
 
@@ -542,6 +544,9 @@ def test_stats_say_what_is_protected_and_how(rank):
     stats = protection_stats(rank.snapshots)
     assert stats == protection_counts(exchanging, 0) | {"protected_step": 4, "turn_s": 1.5}
     assert set(stats) == set(UNPROTECTED), "also without snapshots"
+    rank.reporter.pins = Pins(4, whole=5, protected=5, is_exposed=True)
+    assert protection_stats(rank.snapshots)["protected_step"] == -1, "a lane was left out of the step's turn"
+    rank.reporter.pins = Pins(3, whole=5, protected=4)
     rank.snapshots.facts = replace(rank.snapshots.facts, placement=replace(exchanging, slots=3))
     stats = protection_stats(rank.snapshots)
     assert stats["none_bytes"] > 0 and stats["protected_step"] == -1

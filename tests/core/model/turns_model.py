@@ -340,7 +340,7 @@ class Model:
         facts = ExchangeFacts(lanes=1, slots=SLOTS, guards=True, has_guard=state.guard != NO_PAIR)
         for whole in wholes:
             for report, memory in itertools.product(reports, histories[: 1 + (state.retries > 0)]):
-                after, history = next_pins(pins, whole, report, memory, facts)
+                after, history = next_pins(pins, whole, report, memory, facts, now_s=0.0)
                 options = [(after, history.tried)]
                 if not self.rules.takes_newest and after.turn != turn and after.turn >= 0:
                     common = functools.reduce(int.__and__, (node.said for node in state.nodes))

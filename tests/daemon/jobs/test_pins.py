@@ -7,13 +7,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from reft.core.coding.erasure import code_for
 from reft.core.coding.exchange import GuardLane
 from reft.core.commit.decision import Decision
-from reft.core.commit.pins import GuardReport, Pins, UnguardedLane
+from reft.core.commit.pins import LEFT_OUT_AFTER_S, GuardReport, Pins, UnguardedLane
 from reft.core.commit.round import Outcome
 from reft.core.commit.version import Version
 from reft.errors import AttachError, NoRoom
@@ -154,6 +155,25 @@ def test_a_lane_without_parity_ends_the_turn_or_demotes_the_protected_step(arena
     rounds.retry_turn(job, epoch_of(1), 2)
     assert job.round.outcome.pins == recorded(arena) == Pins(6, 2, 2, -1, 3, 0, 2)
     assert asyncio.run(job.changes.take()).kinds >= {ChangeKind.OUTCOME}
+
+
+def test_a_lane_is_left_out_once_it_has_failed_for_a_while(arena, monkeypatch):
+    now = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now.s))
+    request = decide_request(1)
+    job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), ChangeQueue(), guard_lanes=(LANE, LANE))
+    decide_now(job, request, NodePlacement(guard_lanes=(LANE, LANE)))
+    protected = []
+    for step in range(1, 7):
+        both_seal(job, step)
+        attempt = job.round.outcome.pins.attempt
+        if step > 1:
+            rounds.note_unguarded(job, [UnguardedLane(step, 1, "a source is gone", attempt)])
+        rounds.note_guarded(job, attempt)
+        child_reports(job, {}, GuardReport(attempt))
+        protected.append((job.round.outcome.pins.protected, job.round.outcome.pins.is_exposed))
+        now.s += LEFT_OUT_AFTER_S if step == 4 else 0.1
+    assert protected == [(1, False)] * 5 + [(6, True)] and recorded(arena) == job.round.outcome.pins
 
 
 def test_retired_slots_of_pinned_versions_stay_until_the_pins_let_go(arena):
