@@ -241,7 +241,7 @@ def test_on_cuda_leaves_on_the_host_are_in_the_snapshot(monkeypatch):
 
 
 def test_on_the_host_leaves_on_a_device_are_as_at_the_mark():
-    """FSDP2 offloads parameters and moments; buffers and a GradScaler's scale stay on the device."""
+    """FSDP2 offloads parameters and moments; buffers and a GradScaler's scale stay there."""
     staged, away = {"buffer", "gapped"}, {"buffer", "gapped", "turned", "medium", "small"}
     for D, f in ((1, 0), (3, 1), (4, 2)):
         before = tensors_on("cpu")
