@@ -142,6 +142,17 @@ class Taken:
         return self.slot.data[offset : offset + leaf.nbytes].tobytes()
 
 
+class Away(torch.Tensor):
+    """A tensor that claims to lie on a device: its bytes are no memory of the host."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def numpy(self, *_: object, **__: object) -> np.ndarray:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
 def bytes_in(tensor: torch.Tensor) -> np.ndarray:
     """Returns a tensor's bytes: in memory order, or row-major if the tensor has gaps."""
     host = tensor.detach().cpu()

@@ -97,14 +97,17 @@ class HostCopy:
     Attributes:
         memory: the tensor on the host, in pinned memory.
         event: the device passes this event when the bytes have arrived.
+        device: the device; None in tests without one.
     """
 
     memory: torch.Tensor
     event: Any
+    device: torch.device | None = None
 
     def wait(self) -> torch.Tensor:
         """Returns the tensor on the host, once the device has copied it. Any thread may call it."""
-        with beside_captures():
+        # A wait makes a context on the current device, which in a new thread is device 0.
+        with torch.cuda.device(self.device) if self.device else contextlib.nullcontext(), beside_captures():
             self.event.synchronize()
         return self.memory
 
@@ -117,8 +120,10 @@ def begin_host_copy(tensor: torch.Tensor) -> HostCopy:
     """Enqueues a copy of a tensor to the host, in the current stream."""
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     with torch.cuda.device(tensor.device), torch.no_grad():
-        memory.copy_(tensor.contiguous(), non_blocking=True)
-        return HostCopy(memory, _record_event(torch.cuda.current_stream(), blocking=True))
+        # A lazy view's own bytes are other ones. torch would change them on the host after the
+        # copy, and does not wait for the copy's end.
+        memory.copy_(tensor.resolve_conj().resolve_neg().contiguous(), non_blocking=True)
+        return HostCopy(memory, _record_event(torch.cuda.current_stream(), blocking=True), tensor.device)
 
 
 class Device:

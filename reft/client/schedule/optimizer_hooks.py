@@ -119,9 +119,10 @@ class OptimizerHooks:
         """Notes that this call of the optimizer is captured in a CUDA graph.
 
         The call trains nothing. The replays of the graph will train, and call no hook. A snapshot
-        in progress is given up: the version counters (`TensorIndex.versions`) count the call as a
-        write, although it writes nothing yet.
+        in progress is given up: they write the state before it is fenced, and count no writes.
         """
+        if self._window.snapshots is not None and (guard := self._window.snapshots.open_guard) is not None:
+            guard.tear("the optimizer's step was captured in a CUDA graph before the copy had ended.")
         if self._window.stepping is not Stepping.REPLAYED:
             log.warning(
                 "rank %d: the optimizer's step is captured in a CUDA graph, and replays of the graph call no hook. Mark each "

@@ -344,7 +344,7 @@ class SnapshotWindow:
             self.rehearsal.close()
         if self.snapshots is None:
             return
-        if self.snapshots.is_open:
+        if self.snapshots.open_guard is not None:
             self.snapshots.engine.hurry()
             # Wait before the fence: the newest snapshot may still wait for a slot.
             self.snapshots.wait(self._taken_step, CLOSE_WAIT_S)

@@ -77,7 +77,8 @@ class CpuCopyPlan:
     """The copies of the CPU engine, in order. They are made anew only for another save plan.
 
     Attributes:
-        at_mark: copy leaves that forward mutates aside; called in the trainer's thread.
+        at_mark: copy leaves that forward mutates aside, and leaves on a device; called in the
+            trainer's thread, whose stream has written the latter.
         later: copy other inline leaves, and leaves with gaps between their elements, aside; called
             in a copy thread.
         sources: the bytes of each leaf of the save plan, live or copied aside.
@@ -154,28 +155,31 @@ def _sources(save_plan: SavePlan) -> tuple[list[Bytes], list[Callable[[], object
     """Returns the bytes of each leaf, live or aside; copies at the mark; later copies."""
     inline_leaves = set(save_plan.inline_leaves)
     tensors = [save_plan.tensors[leaf.name].detach() for leaf in save_plan.leaves]
-    is_aside = [
-        leaf.staged or i in inline_leaves or not is_dense(tensors[i]) for i, leaf in enumerate(save_plan.leaves)
+    is_at_mark = [
+        leaf.staged or tensor.device.type != "cpu" for leaf, tensor in zip(save_plan.leaves, tensors, strict=True)
     ]
+    is_aside = [each or i in inline_leaves or not is_dense(tensors[i]) for i, each in enumerate(is_at_mark)]
     sizes = [leaf.nbytes if aside else 0 for leaf, aside in zip(save_plan.leaves, is_aside, strict=True)]
     memory = np.zeros(sum(align(size) for size in sizes), np.uint8)
     sources: list[Bytes] = []
     at_mark: list[Callable[[], object]] = []
     later: list[Callable[[], object]] = []
     end = 0
-    for leaf, tensor, aside, size in zip(save_plan.leaves, tensors, is_aside, sizes, strict=True):
-        if not aside:
+    for i, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        if not is_aside[i]:
             sources.append(flat_bytes(tensor).numpy())
             continue
         sources.append(memory[end : end + size])
         end += align(size)
         if size:
-            (at_mark if leaf.staged else later).append(_copy_call(tensor, sources[-1]))
+            (at_mark if is_at_mark[i] else later).append(_copy_call(tensor, sources[-1]))
     return sources, at_mark, later
 
 
 def _copy_call(tensor: torch.Tensor, target: Bytes) -> Callable[[], object]:
     """Returns a call that copies a leaf: in memory order if dense, else in row-major order."""
+    if is_dense(tensor) and tensor.device.type != "cpu":
+        return partial(torch.from_numpy(target).copy_, flat_bytes(tensor))
     if is_dense(tensor):
         return partial(np.copyto, target, flat_bytes(tensor).numpy())
     return partial(torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_, tensor)

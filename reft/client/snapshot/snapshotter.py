@@ -183,9 +183,9 @@ class Snapshotter:
         return self.round.whole_step
 
     @property
-    def is_open(self) -> bool:
-        """Whether a snapshot may read the live state."""
-        return self._open is not None
+    def open_guard(self) -> WriteGuard | None:
+        """The guard of the snapshot that may read the live state; None if there is none."""
+        return self._open.guard if self._open else None
 
     def discard(self, until: int) -> None:
         """Drops this epoch's snapshots with wrong step numbers; takes none up to step `until`.

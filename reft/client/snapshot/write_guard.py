@@ -25,6 +25,7 @@ class WriteGuard:
         self._tensor_index = tensor_index
         self._at_mark = at_mark
         self._at_fence: Sequence[int] | None = None
+        self._torn = ""  # why the state is written where no counter shows it; empty if it is not
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -33,13 +34,19 @@ class WriteGuard:
             if self._at_fence is None:
                 self._at_fence = self._tensor_index.versions()
 
+    def tear(self, reason: str) -> None:
+        """Makes each later check fail: the state will be written where no counter shows it."""
+        self._torn = reason
+
     def check(self) -> None:
         """Closes the guard.
 
         Raises:
-            ReftError: a leaf was written in place since the mark.
+            ReftError: a leaf was written in place since the mark, or the guard was torn.
         """
         self.close()
+        if self._torn:
+            raise ReftError(self._torn)
         assert self._at_fence is not None
         if self._at_fence == self._at_mark:
             return

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from reft.client.link.slots import MappedSlot
-from reft.client.memory.cuda import Device
+from reft.client.memory.cuda import Device, HostCopy, begin_host_copy
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.materialize import make_missing_state
 from reft.client.state.tensors import TensorIndex
@@ -20,6 +21,7 @@ from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import UnsupportedState
 from reft.wire.slot_format import Geometry, SlotMap
 from tests.support.cuda_runtime import Runtime
+from tests.support.snapshot import Away
 
 OWN = torch.device("cuda", 3)  # this rank's device; other ranks have the others
 SMALL = Geometry(table_capacity=0, data_capacity=4096, chunk_bytes=4096)
@@ -70,11 +72,45 @@ def test_no_thread_makes_a_context_on_another_ranks_device(runtime):
 
     in_new_thread(act)
     act()  # also where the script never set a device
+    in_new_thread(HostCopy(torch.zeros(1), device.record_compute(), OWN).wait)
     slot = slot_of(os.memfd_create("slot"))
     in_new_thread(lambda: slot.register(OWN))
     in_new_thread(slot.close)
     assert [call[0] for call in runtime.calls] == ["register", "unregister"]
     assert runtime.contexts == {3}
+
+
+class AsTorchDoes(TorchDispatchMode):
+    """Copies when something waits, and resolves a lazy source's target at once, as torch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.copy_.default or not args[2]:
+            return func(*args, **(kwargs or {}))
+        target, source, _ = args
+        is_conj, is_neg = source.is_conj(), source.is_neg()
+        raw = torch._conj(source) if is_conj else torch._neg_view(source) if is_neg else source
+        self.copies.append(lambda: target.copy_(raw))
+        if is_conj:
+            target.conj_physical_()
+        if is_neg:
+            target.neg_()
+        return target
+
+
+@pytest.mark.parametrize("lazy", [torch.conj, lambda x: x.conj().imag, lambda x: x.real.t()])
+def test_a_lazy_view_comes_to_the_host_as_its_values(runtime, monkeypatch, lazy):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: empty(*sizes, **options))
+    tensor = lazy(torch.randn(3, 2, dtype=torch.complex64))
+    with AsTorchDoes() as device:
+        copy = begin_host_copy(tensor.as_subclass(Away))
+    (arrive,) = device.copies
+    monkeypatch.setattr(runtime, "call", arrive)
+    assert torch.equal(copy.wait(), tensor) and copy.device == torch.device("cuda", 0)
 
 
 def test_a_failed_pin_does_not_end_the_next_step(runtime, caplog):

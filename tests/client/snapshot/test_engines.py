@@ -37,7 +37,7 @@ from reft.core.pipeline.pacing import Tier
 from reft.errors import ReftError
 from tests.support.codes import decode_program
 from tests.support.daemons import until
-from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
+from tests.support.snapshot import Away, Taken, bytes_in, placement_of, tensors_on
 from tests.support.streams import Inline, Late
 
 
@@ -238,6 +238,30 @@ def test_on_cuda_leaves_on_the_host_are_in_the_snapshot(monkeypatch):
             slots[rank] = taken.slot.data
             copy_engine.close()
         assert_any_survivors_have_it_all(placement, slots, tensors, f)
+
+
+def test_on_the_host_leaves_on_a_device_are_as_at_the_mark():
+    """FSDP2 offloads parameters and moments; buffers and a GradScaler's scale stay there."""
+    staged, away = {"buffer", "gapped"}, {"buffer", "gapped", "turned", "medium", "small"}
+    for D, f in ((1, 0), (3, 1), (4, 2)):
+        before = tensors_on("cpu")
+        placement = placement_of(TensorIndex(before, staged), D, f)
+        slots = {}
+        for rank in range(D):
+            tensors = {n: each.as_subclass(Away) if n in away else each for n, each in tensors_on("cpu").items()}
+            copy_engine = CpuCopyEngine([0, 0])
+            taken = Taken(tensors, staged, placement, rank)
+            taken.start(copy_engine)
+            for name in away:
+                tensors[name].add_(1)  # only the trainer's thread knows the stream in which this runs
+            copy_engine.fence()
+            assert taken.ended.wait(20) and taken.error is None, taken.error
+            assert taken.slot.bad_chunks() == []
+            for name in away if D == 1 else ():
+                assert taken.bytes_of(name) == bytes_in(before[name]).tobytes(), name
+            slots[rank] = taken.slot.data
+            copy_engine.close()
+        assert_any_survivors_have_it_all(placement, slots, before, f)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
