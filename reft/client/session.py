@@ -4,8 +4,8 @@
     seal, stats     ─► the window, and the tasks of its snapshots
     idle, timeline  ─► the profile of iterations
 
-A mark without a step of a passed optimizer gives no snapshot if gradients exist, or if another
-optimizer has stepped (`reft.client.schedule.foreign_optimizers`).
+A mark without a step of a passed optimizer gives no snapshot if gradients exist or can't be seen,
+or if another optimizer has stepped (`reft.client.schedule.foreign_optimizers`).
 """
 
 from __future__ import annotations

@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import reft
 from reft.client.session import Session
 from reft.console import say
+from reft.errors import ConfigError
 from reft.integrations.checks import Tested
 
 TESTED = Tested("torchtitan", "0.3.0")
 LOADER = "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader"
 OPTIONS = ("job", "tolerate", "protect", "every", "slots")
+# What reft, or torchtitan's trainer itself, reads of the Config.
+READ = {"enable", "interval", "load_step", "storage", *OPTIONS}
 
 
 class LoaderPosition:
@@ -77,6 +80,7 @@ class _Manager:
         self._storage = None
         if not self.enable:
             return
+        _refuse_ignored(config)
         TESTED.need(optimizers, "optimizers")
         TESTED.need(lr_schedulers, "state_dict", "load_state_dict")
         self._options = {name: getattr(config, name) for name in OPTIONS}
@@ -86,12 +90,17 @@ class _Manager:
             self._state["data"] = LoaderPosition(dataloader)
         else:
             say("not covered: the data position. The loader has no state_dict.")
+        self._load_step = getattr(config.storage, "load_step", -1)
         if config.storage is not None:
             named = {"dataloader": dataloader, "model_parts": model_parts, "optimizers": optimizers}
             self._storage = config.storage.build(lr_schedulers=lr_schedulers, states=states, **named, **others)
 
     def _load(self, step: int = -1) -> bool:
         """Attaches; reads a checkpoint from storage if memory holds nothing.
+
+        Args:
+            step: `load_step` of reft's Config. At -1 that of `storage=` counts, which torchtitan's
+                trainer does not see.
 
         Raises:
             reft.errors.ReftError: see `reft.attach`.
@@ -100,7 +109,7 @@ class _Manager:
         self.session.begin_marking()  # reading a checkpoint calls optimizer.step
         if self.session.restored_from is not None:
             return True
-        return bool(self._storage.load(step)) if self._storage else False
+        return bool(self._storage.load(self._load_step if step < 0 else step)) if self._storage else False
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Marks the step."""
@@ -129,6 +138,27 @@ class _Manager:
         if self.session is not None:
             self.session.close()
             self.session = None
+
+
+def _refuse_ignored(config: Any) -> None:
+    """Refuses options of torchtitan's own checkpoints, which reft does not read.
+
+    Else a run with `initial_load_path` would train from random weights.
+
+    Raises:
+        ConfigError: such an option has been set.
+    """
+    if not is_dataclass(config):
+        return
+    read = READ if config.storage is not None else READ - {"load_step"}
+    plain = type(config)()
+    for name in (each.name for each in fields(config) if each.name not in read):
+        if getattr(config, name) != getattr(plain, name):
+            raise ConfigError(
+                f"checkpoint.{name} is {getattr(config, name)!r}; reft does not read it, only torchtitan's own checkpoint "
+                "manager does.",
+                f"ReftCheckpointManager.Config(storage=CheckpointManager.Config(enable=True, {name}=...))",
+            )
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +126,51 @@ def test_torchtitans_storage_is_read_only_if_memory_holds_nothing(monkeypatch, r
     manager._close()
     assert marks == ["marking", "mark", "close"]
     assert storage.calls == [*calls, "save", "maybe_wait_for_staging", "close"]
+
+
+@dataclass(kw_only=True)
+class TitanConfig:
+    """The options of torchtitan's checkpoints that these tests set, and those of reft."""
+
+    enable: bool = True
+    interval: int = 1
+    load_step: int = -1
+    initial_load_path: str | None = None
+    exclude_from_loading: list[str] = field(default_factory=list)
+    job: str | None = None
+    tolerate: int | None = None
+    protect: str = "auto"
+    every: int | None = None
+    slots: int | None = None
+    storage: Any = None
+
+
+def titan_manager(config: TitanConfig) -> Any:
+    return torchtitan._Manager(
+        config, dataloader=Loader(), model_parts=["part"], optimizers=SimpleNamespace(optimizers=["inner"]),
+        lr_schedulers=Loader(), states={},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "value"), [("initial_load_path", "/weights"), ("load_step", 500)])
+def test_options_of_torchtitans_checkpoints_that_reft_does_not_read_are_refused(option, value):
+    """Else the run would train from random weights."""
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{option} is .*reft does not read it"):
+        titan_manager(TitanConfig(**{option: value}))
+    titan_manager(TitanConfig(interval=100, job="j"))
+
+
+@pytest.mark.parametrize(("own", "of_storage", "loaded"), [(-1, 500, 500), (7, 500, 7), (-1, -1, -1)])
+def test_the_step_that_torchtitans_storage_is_to_load_is_loaded(own, of_storage, loaded, monkeypatch):
+    """torchtitan's trainer reads `load_step` of reft's Config only."""
+    monkeypatch.setattr(
+        reft, "attach", lambda *_, **__: SimpleNamespace(restored_from=None, begin_marking=lambda: None)
+    )
+    steps: list[int] = []
+    storage = SimpleNamespace(load_step=of_storage, load=lambda step: not steps.append(step))
+    storage.build = lambda **_: storage
+    assert titan_manager(TitanConfig(storage=storage, load_step=own))._load(own)
+    assert steps == [loaded]
 
 
 def test_state_of_another_training_of_this_process_is_not_restored():

@@ -102,12 +102,14 @@ class AttachArguments:
         """Returns whether an LR scheduler steps an optimizer, and nothing in `state` holds one.
 
         torch's schedulers wrap the optimizer's step, which is how one is seen. Trainers keep theirs
-        in a wrapper's attribute. A data loader can't be seen, so nothing is said about loaders.
+        in a wrapper's attribute, or in a list there. A data loader can't be seen, so nothing is
+        said about loaders.
         """
         kind = torch.optim.lr_scheduler.LRScheduler
         parts = (part for value in self.state.values() for part in (value, *getattr(value, "__dict__", {}).values()))
+        each_part = (each for part in parts for each in (part if isinstance(part, (list, tuple)) else (part,)))
         is_stepped = any(torch_internals.has_lr_scheduler(each) for each in self.optimizers)
-        return is_stepped and not any(isinstance(part, kind) for part in parts)
+        return is_stepped and not any(isinstance(each, kind) for each in each_part)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ A passed optimizer is one that was passed to attach; any other is foreign.
                                                  step in a row writes a warning
     a mark, but no passed optimizer stepped   ─► no snapshot if a foreign optimizer stepped, or
                                                  if gradients exist that no GradScaler dropped
+    the same with a trainer's own optimizer   ─► no snapshot: its gradients lie in its own buffers
     no marks, and the last optimizer is first ─► no snapshot until a mark: the steps of the last
                                                  optimizer end no iteration
 
@@ -35,6 +36,10 @@ UNSTEPPED = (
     "gradients exist, and no optimizer that was passed to attach has stepped since the last mark. Snapshots hold no gradients, "
     "so a restart would go on without them. Mark only after the optimizer's step; if a GradScaler skips steps, pass the "
     "GradScaler in state=."
+)
+UNSEEN = (
+    "no step of {} since the last mark, and reft can't see whether it has gradients. Snapshots hold no gradients, so a restart "
+    "would go on without them. Mark only after the step: once for all micro-batches that it accumulates."
 )
 OUT_OF_TURN = (
     "no step is marked, and the last of the optimizers stepped before others: reft can't tell where an iteration ends. Mark "
@@ -66,7 +71,9 @@ class ForeignOptimizerGuard:
         self._has_dropped = False  # whether a GradScaler has skipped a step since the last mark
         self._foreign_steps = 0  # steps of foreign optimizers since the last step of a passed one
         self._foreign_name = ""  # class of the last foreign optimizer
-        self._follows = bool(optimizers) and all(isinstance(each, torch.optim.Optimizer) for each in optimizers)
+        # A trainer's engine or optimizer keeps gradients in buffers of its own.
+        self._trainers = [type(each).__name__ for each in optimizers if not isinstance(each, torch.optim.Optimizer)]
+        self._follows = bool(optimizers) and not self._trainers
         self.remove: Callable[[], object] = _hook_all_optimizers(self) if self._follows else _nothing
 
     def called(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,6 +119,8 @@ class ForeignOptimizerGuard:
             return UNHELD.format(self._foreign_name)
         if has_dropped:
             return ""
+        if self._trainers:
+            return UNSEEN.format(self._trainers[0])
         has_gradients = self._follows and any(p.grad is not None for module in modules for p in module.parameters())
         return UNSTEPPED if has_gradients else ""
 

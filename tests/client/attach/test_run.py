@@ -464,7 +464,8 @@ def test_uncovered_state_is_reported(attach, capsys):
     attach(model, optimizer, state={"data": position}, job="another")
     assert "not covered: the LR scheduler" in capsys.readouterr().err, "another object does not hide that"
     wrapped = SimpleNamespace(state_dict=dict, load_state_dict=dict, scheduler=scheduler)
-    for number, held in enumerate((scheduler, wrapped)):
+    several = SimpleNamespace(state_dict=dict, load_state_dict=dict, schedulers=[scheduler])  # as torchtitan's
+    for number, held in enumerate((scheduler, wrapped, several)):
         attach(model, optimizer, state={"lr": held}, job=f"covered-{number}")
         said = capsys.readouterr().err
         assert "not covered: " not in said and "in no optimizer" not in said

@@ -33,6 +33,7 @@ def engine(optimizer: Any, **values: Any) -> Any:
     values = {"param_names": {}, **counters, **values}
     made = kind("deepspeed.runtime.engine.DeepSpeedEngine", optimizer=optimizer, said=[], **values)
     type(made)._take_model_step = lambda self, _: self.said.append("step")
+    type(made).step = lambda self: self._take_model_step(None)
     return made
 
 
@@ -268,6 +269,36 @@ def test_before_runs_ahead_of_the_engines_step_and_after_behind_it():
         hook.remove()
     value._take_model_step(None)
     assert value.said == ["before", "step", "after", "step"]
+
+
+def test_a_step_ends_once_the_engine_has_counted_its_micro_batch():
+    """Else a loop without marks would go on with one micro-batch less in its next step."""
+    value = engine(zero(), micro_steps=0)
+
+    def step(self):
+        if self.micro_steps % 2:
+            self._take_model_step(None)
+        self.micro_steps += 1
+
+    type(value).step = step
+    ends: list[int] = []
+    hooks = DeepSpeedExtractor().hook(value, lambda: None, lambda owner: ends.append(owner.micro_steps))
+    for _ in range(4):
+        value.step()
+    assert ends == [2, 4]
+    for hook in hooks:
+        hook.remove()
+    assert "step" not in vars(value) and "_take_model_step" not in vars(value)
+
+
+def test_the_count_by_which_a_pipeline_seeds_its_layers_is_restored(as_rank_of):
+    first, tracked = as_rank_of(next(iter(PARTITIONED)), 0, 1)
+    first.module = SimpleNamespace(micro_offset=24)
+    saved = tracked.capture(tracked.names())
+    fresh, again = as_rank_of(next(iter(PARTITIONED)), 0, 1)
+    fresh.module = SimpleNamespace(micro_offset=0)
+    again.restore(saved, again.names())
+    assert fresh.module.micro_offset == 24
 
 
 def test_an_engine_is_recognised_by_class_name_and_zero_1_and_2_are_accepted():

@@ -22,7 +22,7 @@ from reft.client.state.extract.megatron_modules import MegatronModuleExtractor
 from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import LayoutChanged, UnsupportedState
-from reft.integrations.megatron import RandomStates
+from reft.integrations.megatron import EXPERT, RandomStates, Schedule
 
 BASE = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module"})
 OPTIMIZER = type("MegatronOptimizer", (), {"__module__": "megatron.core.optimizer.optimizer"})
@@ -398,3 +398,37 @@ def test_random_states_for_another_number_of_ranks_follow_the_tensor_parallel_ra
     states = {"rng": torch.tensor([99])}
     RandomStates(tracker_of(states), place).load_state_dicts(held)
     assert states["rng"].item() == expected
+
+
+def test_the_random_state_within_experts_follows_the_ranks_in_expert_parallelism():
+    """Two expert-parallel ranks have one tensor-parallel rank, and other seeds within experts."""
+    held = [
+        {"tp": 0, "expert": [0, ep], "states": {"rng": torch.tensor([7]), EXPERT: torch.tensor([10 + ep])}}
+        for ep in (0, 1)
+    ]
+    for ep, expected in ((0, 10), (1, 11), (2, 99)):
+        states = {"rng": torch.tensor([99]), EXPERT: torch.tensor([99])}
+        RandomStates(tracker_of(states), 0, (0, ep)).load_state_dicts(held)
+        assert (states["rng"].item(), states[EXPERT].item()) == (7, expected)
+
+
+def test_the_random_state_of_another_tensor_parallel_rank_is_not_taken(capsys):
+    """Two stages become two tensor-parallel ranks, whose dropout must not be equal."""
+    states = {"rng": torch.tensor([99])}
+    RandomStates(tracker_of(states), 1).load_state_dict({"tp": 0, "states": {"rng": torch.tensor([7])}})
+    assert states["rng"].item() == 99
+    assert "no old rank had the tensor-parallel rank 1" in capsys.readouterr().err
+
+
+def test_a_schedule_that_a_checkpoint_has_moved_continues_at_the_held_step():
+    """Megatron's load_state_dict adds the held steps to those of the checkpoint."""
+    scheduler = SimpleNamespace(num_steps=50, state_dict=lambda: {"num_steps": scheduler.num_steps})
+
+    def load_state_dict(state):
+        scheduler.num_steps += state["num_steps"]
+
+    scheduler.load_state_dict = load_state_dict
+    schedule = Schedule(scheduler)
+    assert schedule.state_dict() == {"num_steps": 50}
+    schedule.load_state_dict({"num_steps": 70})
+    assert scheduler.num_steps == 70

@@ -29,7 +29,7 @@ from reft.client.state.extract import zero3
 from reft.client.state.extract.dtensor import Region
 from reft.client.state.extract.optimizers import OptimizerExtractor, track_group
 from reft.client.state.extract.registry import Removable
-from reft.client.state.extract.wrapping import WrappedMethod, between
+from reft.client.state.extract.wrapping import WrappedMethod
 from reft.client.state.parameters import FlatSlice, NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import TensorIndex, without_wrappers
@@ -136,10 +136,11 @@ class DeepSpeedExtractor(OptimizerExtractor):
         super().bind(index, prefix, self.owner(value), names)
 
     def capture(self, prefix: str, value: Any, names: ParameterNames) -> dict[str, Any]:
-        """Returns groups, the engine's counters and the loss scale."""
+        """Returns groups, the engine's and the pipeline's counters, and the loss scale."""
         return {
             "core": super().capture(prefix, self.owner(value), names),
             "counters": {name: getattr(value, name) for name in COUNTERS},
+            "forwards": getattr(getattr(value, "module", None), "micro_offset", None),
             "scaler": _scale_of(value.optimizer),
         }
 
@@ -149,6 +150,9 @@ class DeepSpeedExtractor(OptimizerExtractor):
         super().restore(prefix, core, names, saved["core"])
         for name, count in saved["counters"].items():
             setattr(value, name, count)
+        # PipelineModule counts its forward passes: with seed_layers=True they seed each layer.
+        if saved.get("forwards") is not None:  # capsules of earlier builds have none
+            value.module.micro_offset = saved["forwards"]
         if saved["scaler"]:
             vars(_scaler(value.optimizer)).update(from_plain(saved["scaler"]))
         if _kind(value.optimizer) == zero3.STAGE3:
@@ -158,9 +162,44 @@ class DeepSpeedExtractor(OptimizerExtractor):
         """Hooks the method in which engine.step and PipelineEngine.train_batch step.
 
         The method runs once for all micro-batches of a step. A step skipped for an overflow has
-        changed the loss scale, so it counts.
+        changed the loss scale, so it counts. engine.step counts the micro-batch behind that method,
+        so the step ends with engine.step.
         """
-        return [WrappedMethod(value, "_take_model_step", between(before, after))]
+        steps = _EngineSteps(before, after)
+        return [
+            WrappedMethod(value, "_take_model_step", steps.around_model_step),
+            WrappedMethod(value, "step", steps.around_step),
+        ]
+
+
+class _EngineSteps:
+    """Calls `before` and `after` of `Extractor.hook` for the steps of an engine."""
+
+    def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._before, self._after = before, after
+        self._is_in_step = False  # engine.step is under way; PipelineEngine.train_batch does not call it
+        self._has_stepped = False  # the model has stepped in it
+
+    def around_model_step(self, engine: Any, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Calls `_take_model_step`."""
+        self._before()
+        result = call(*arguments, **keywords)
+        if self._is_in_step:
+            self._has_stepped = True
+        else:
+            self._after(engine)
+        return result
+
+    def around_step(self, engine: Any, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Calls `step`, which steps the model at the end of an accumulation only."""
+        self._is_in_step, self._has_stepped = True, False
+        try:
+            result = call(*arguments, **keywords)
+        finally:
+            self._is_in_step = False
+        if self._has_stepped:
+            self._after(engine)
+        return result
 
 
 def _kind(optimizer: Any) -> str:
