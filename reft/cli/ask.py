@@ -8,8 +8,9 @@ from typing import Any
 import grpc
 
 from reft.config import Config
-from reft.errors import AttachError, DaemonUnavailable
+from reft.errors import AttachError, DaemonUnavailable, FormatError
 from reft.wire import rpc
+from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 OWN_DAEMON = "start a job: attach starts this daemon; or name another one: --daemon unix:PATH"
@@ -62,3 +63,24 @@ def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S)
             if is_silent and address == own_address(Config.load()):
                 raise DaemonUnavailable(failure.message, OWN_DAEMON) from error
             raise failure from error
+
+
+def job_status(address: str, job: str, deep: bool = True) -> tuple[pb.JobStatus, str]:
+    """Returns the status of one job, and the name of the asked daemon's node.
+
+    Args:
+        address: of a daemon that holds the job.
+        job: name of the job.
+        deep: whether the daemon asks the other nodes, too.
+
+    Raises:
+        FormatError: the job's record on that node is damaged, so that its daemon knows no ranks.
+        ReftError: the daemon does not answer, or does not hold the job.
+    """
+    reply: pb.StatusReply = ask(address, "Status", pb.StatusRequest(job=job, deep=deep))
+    if reply.damaged:
+        raise FormatError(
+            f"the record of job {job} on node {reply.node} is damaged: {reply.damaged[0].reason}.",
+            f"reft-cli purge {job} on that node frees its memory; or ask another node of the job",
+        )
+    return reply.jobs[0], reply.node

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from reft.cli.ask import NoSuchJob, ask
+from reft.cli.ask import NoSuchJob, ask, job_status
 from reft.cli.survey import survey
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Version
@@ -156,7 +156,7 @@ class GoBackCommand:
 
     def _refuse_living(self) -> None:
         with suppress(NoSuchJob):
-            status = ask(self.address, "Status", pb.StatusRequest(job=self.job, deep=True)).jobs[0]
+            status = job_status(self.address, self.job)[0]
             living = sorted(rank.rank for rank in status.ranks if rank.alive)
             if living:
                 raise AttachError(

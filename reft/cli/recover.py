@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reft.cli.ask import ask, local_address
+from reft.cli.ask import ask, job_status, local_address
 from reft.cli.recover_view import RecoveryView, recovery_view, with_targets
 from reft.cli.survey import survey
 from reft.core.commit.version import Version
@@ -59,7 +59,7 @@ class RecoverCommand:
             ConfigError: `onto` names an unknown node.
             ReftError: the daemon does not hold the job, or does not answer.
         """
-        status = ask(self.address, "Status", pb.StatusRequest(job=self.job, deep=True)).jobs[0]
+        status = job_status(self.address, self.job)[0]
         living = sorted(rank.rank for rank in status.ranks if rank.alive)
         if living:
             raise AttachError(

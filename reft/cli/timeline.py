@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reft.cli.ask import ask
+from reft.cli.ask import job_status
 from reft.errors import ReftError
 from reft.wire import timeline_socket
-from reft.wire.v1 import daemon_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,14 @@ def collect(address: str, job: str, rank: int | None) -> CollectedTraces:
     Raises:
         ReftError: the daemon does not answer, holds no such job, or no trainer gives a trace.
     """
-    reply = ask(address, "Status", pb.StatusRequest(job=job))
-    (status,) = reply.jobs
+    status, node = job_status(address, job, deep=False)
     trainers = [
         trainer
         for trainer in status.ranks
-        if trainer.node == reply.node and trainer.alive and rank in (None, trainer.rank)
+        if trainer.node == node and trainer.alive and rank in (None, trainer.rank)
     ]
     if not trainers:
-        where = f"on node {reply.node} now"
+        where = f"on node {node} now"
         message = (
             f"no rank of job {job} trains {where}."
             if rank is None

@@ -133,6 +133,26 @@ def test_no_such_job(daemon):
         assert "holds no job 'other'" in result.stderr
 
 
+def test_a_damaged_record_is_one_error_with_a_remedy(tmp_path, monkeypatch):
+    """The daemon knows no ranks of such a job, so its status has none."""
+    monkeypatch.chdir(tmp_path)
+    verbs = (["recover"], ["recover", "--step", "1"], ["timeline"], ["persist"], ["list"], ["export", "--to", "out"])
+    held = DaemonProcess()
+    try:
+        make_job(held, "cut")
+        held.kill()
+        for record in (held.folder / "cut").glob("record.*"):
+            record.write_bytes(b"cut")
+        held.start()
+        results = {" ".join(verb): invoke(*verb, "cut", daemon=held.address) for verb in verbs}
+    finally:
+        held.close()
+    for verb, result in results.items():
+        assert (result.exit_code, result.stdout) == (1, ""), verb
+        assert "the record of job cut on" in result.stderr and "reft-cli purge cut on" in result.stderr, verb
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_job_that_was_trained_is_shown_and_purged(daemon):
     run(Spec(daemon=daemon.address, job="trained", steps=3))
     result = invoke("status", "--check", "--job", "trained", daemon=daemon.address)

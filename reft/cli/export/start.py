@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from reft.cli.ask import ask
+from reft.cli.ask import ask, job_status
 from reft.cli.export.command import ExportSource, Show
 from reft.cli.export.sources import MemorySource
 from reft.cli.export.stored_source import stored_source
@@ -79,7 +79,7 @@ def export_source(
     if "/" in what:
         yield stored_source(what, step, lineage, key_file)
         return
-    status = ask(address(), "Status", pb.StatusRequest(job=what, deep=True)).jobs[0]
+    status = job_status(address(), what)[0]
     if not any(rank.alive for rank in status.ranks):
         yield MemorySource(address(), what, step)
         return
