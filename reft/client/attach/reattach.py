@@ -59,7 +59,7 @@ from reft.console import say
 from reft.core.commit.relayout import attempt_to_report, is_review_due, may_begin
 from reft.core.commit.version import Version
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot
-from reft.errors import AttachError, ReftError, message, remedy
+from reft.errors import AttachError, DaemonUnavailable, NoRoom, ReftError, message, remedy
 from reft.failpoints import Failpoints
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
@@ -71,7 +71,7 @@ HOLD_S = 30.0  # the longest wait until the last snapshot of the old epoch has e
 COMMON_STEP_S = 30.0  # the longest wait until all ranks have compared the leaves of one step
 POLL_S = 0.02
 AGAIN_S = 0.2  # reports are repeated so often while ranks wait for one another
-PAUSE_MAX_S = 60.0  # between two tries to store the decision
+PAUSE_MAX_S = 60.0  # between two tries to store the decision, or to end the pin
 END_S = 10.0  # the longest wait for the thread at the end of the session
 NAMES_SHOWN = 3
 NOTHING = (-1, -1)  # sorts before the order of any version
@@ -239,7 +239,7 @@ def reattach(
         whole = hold(context, introduction, snapshots)
         plan = plan_layout()
     except BaseException:
-        resume(introduction, snapshots)
+        resume(introduction, snapshots, is_closing)
         raise
     plan = carry_out(context, introduction, plan, plan_layout, is_closing)
     leases = leases_of(context, introduction, plan)
@@ -391,15 +391,31 @@ def carry_out(
             plan, pause_s = None, min(2 * pause_s, PAUSE_MAX_S)
 
 
-def resume(introduction: Introduction, snapshots: Snapshotter) -> None:
-    """Lets the old epoch go on: nothing was decided."""
-    if introduction.is_leader:
-        epoch = messages.epoch_to(snapshots.facts.epoch)
-        try:
-            introduction.daemon.call("Pin", pb.PinRequest(job=introduction.job.id, epoch=epoch, undo=True))
-        except ReftError as error:
-            log.warning("the daemon can't be told that the old layout goes on: %s", message(error))
+def resume(introduction: Introduction, snapshots: Snapshotter, is_closing: threading.Event) -> None:
+    """Lets the old epoch go on: nothing was decided.
+
+    The daemon is told until it answers. A daemon that has the pin and not its end would let nothing
+    become whole, and no later attempt begin, until the job restarts.
+
+    Args:
+        introduction: the ranks and nodes that take part.
+        snapshots: the snapshotter of the old layout.
+        is_closing: set when the session ends.
+    """
     snapshots.resume()
+    request = pb.PinRequest(job=introduction.job.id, epoch=messages.epoch_to(snapshots.facts.epoch), undo=True)
+    pause_s, is_unheard = 1.0, introduction.is_leader
+    while is_unheard:
+        try:
+            introduction.daemon.call("Pin", request)
+            is_unheard = False
+        except ReftError as error:
+            # A daemon with too many calls refuses as if it had no room. Any other error is its answer.
+            is_unheard = isinstance(error, (DaemonUnavailable, NoRoom))
+            log.warning("the daemon can't be told that the old layout goes on: %s", message(error))
+        if is_unheard and is_closing.wait(pause_s):
+            return
+        pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
 
 def lease_alone(introduction: Introduction, plan: AttachPlan, leases: SlotLeases) -> list[MappedSlot]:

@@ -22,12 +22,13 @@ from reft.client.attach.reattach import (
     find_mismatched,
     given_up,
     hold,
+    resume,
 )
 from reft.client.attach.run import AttachResult
 from reft.client.link.rank_group import RanksMissing
 from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.version import Epoch, Version
-from reft.errors import AttachError, DaemonUnavailable
+from reft.errors import AttachError, DaemonUnavailable, NoRoom
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support import attaches
@@ -195,6 +196,39 @@ def test_a_daemon_that_is_down_for_several_tries_ends_no_attempt(monkeypatch, ca
     assert carry_out(context, None, first, lambda: act("later", True), closing) == "later"  # type: ignore[arg-type]
     assert acts == ["decide first", 1.0, "later", 2.0, "later", 4.0, "later", "decide later", "secure later"]
     assert caplog.text.count("rank 0 takes no snapshots until its daemons have the new layout") == 3
+
+
+@pytest.mark.parametrize(
+    ("is_leader", "answers", "closes_after", "acts"),
+    [
+        (True, [None], 9, ["resume", "undo"]),
+        (True, [DaemonUnavailable("no answer"), NoRoom("too many calls"), None], 9,
+         ["resume", "undo", 1.0, "undo", 2.0, "undo"]),
+        (True, [AttachError("no such job")], 9, ["resume", "undo"]),
+        (True, [DaemonUnavailable("no answer")], 1, ["resume", "undo", 1.0]),
+        (False, [], 9, ["resume"]),
+    ],
+    ids=["heard", "lost twice", "refused", "the session ends", "not the leader"],
+)  # fmt: skip
+def test_a_daemon_is_told_until_it_answers_that_the_old_layout_goes_on(is_leader, answers, closes_after, acts):
+    done: list[Any] = []
+
+    def call(method: str, request: pb.PinRequest) -> None:
+        assert method == "Pin" and request.undo
+        done.append("undo")
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    def wait(pause_s: float) -> bool:
+        done.append(pause_s)
+        return sum(isinstance(each, float) for each in done) >= closes_after
+
+    held: Any = SimpleNamespace(facts=SimpleNamespace(epoch=OWN), resume=lambda: done.append("resume"))
+    introduction: Any = SimpleNamespace(
+        is_leader=is_leader, job=SimpleNamespace(id="job"), daemon=SimpleNamespace(call=call)
+    )
+    resume(introduction, held, SimpleNamespace(wait=wait))  # type: ignore[arg-type]
+    assert done == acts and not answers
 
 
 BASE, OWN = Version(Epoch(2, b"b" * 16), 6), Epoch(3, b"c" * 16)
