@@ -28,6 +28,9 @@ class _Stream:
     def wait_event(self, event: _Event) -> None:
         assert event.stream is not None, "an event that is not recorded is no fence"
 
+    def wait_stream(self, other: _Stream) -> None:
+        self.runtime.stream_waits.append((self.name, other.name))
+
 
 @dataclass
 class _Event:
@@ -58,6 +61,7 @@ class Runtime:
     Attributes:
         contexts: the devices that have a context.
         waits: (stream, "sleeps" or "spins") for each time that the host waited for an event.
+        stream_waits: (stream, the stream that it waits for) of each wait for a whole stream.
         calls: the calls that pin or unpin: (name, arguments …).
         error: the error number that these calls return.
     """
@@ -65,6 +69,7 @@ class Runtime:
     def __init__(self) -> None:
         self.contexts: set[int] = set()
         self.waits: list[tuple[str, str]] = []
+        self.stream_waits: list[tuple[str, str]] = []
         self.calls: list[tuple[Any, ...]] = []
         self.error = 0
         self.now_ms = 0.0

@@ -37,6 +37,15 @@ class Inline(Device):
         assert not self.captures, "waiting for an event outside of the graph breaks the capture"
         self.order.append(f"compute waits for {event}")
 
+    def note_writer(self):
+        self.order.append("note writer")
+
+    @contextlib.contextmanager
+    def behind_writer(self):
+        self.order.append("compute waits for writer")
+        yield
+        self.order.append("writer waits for compute")
+
     def on_side(self):
         return contextlib.nullcontext()
 

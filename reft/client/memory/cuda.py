@@ -142,6 +142,7 @@ class Device:
         # 0 is the lowest priority, so that compute goes first.
         self.side = torch.cuda.Stream(device, priority=0)
         self._device = self.side.device
+        self._writer: Any = None  # the stream in which the state was last written
         event = self.record_side()
         # Here the side stream is empty; later this would make a step wait for the device.
         self.host_waits(event)
@@ -172,6 +173,27 @@ class Device:
 
     def compute_waits(self, event: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
+
+    def note_writer(self) -> None:
+        """Notes that the state will be written in the stream that is current."""
+        self._writer = torch.cuda.current_stream(self._device)
+
+    @contextlib.contextmanager
+    def behind_writer(self) -> Iterator[None]:
+        """Orders what is enqueued inside between the writes before and the work after.
+
+        A loop may train in a stream of its own, and mark outside of it. The compute stream would
+        then read the state too early, or while the next forward pass changes buffers.
+        """
+        compute, writer = torch.cuda.current_stream(self._device), self._writer
+        if writer is None or writer == compute:
+            yield
+            return
+        compute.wait_stream(writer)
+        try:
+            yield
+        finally:
+            writer.wait_stream(compute)
 
     @contextlib.contextmanager
     def on_side(self) -> Iterator[None]:

@@ -89,9 +89,12 @@ class OptimizerHooks:
         if window.stepping is Stepping.UNSEEN:
             window.stepping = Stepping.CALLED
         self._steps += 1
+        window.has_stepped = True
         if self._foreign is not None:
             self._foreign.own_step(index)
         window.written_step = window.step
+        if window.snapshots is not None:
+            window.snapshots.engine.note_writer()
         window.close()
         if window.snapshots is not None and window.snapshots.recorder is not None:
             window.snapshots.recorder.before_step(index)
@@ -113,6 +116,8 @@ class OptimizerHooks:
         if trouble and not self._window.is_marked:
             log.warning("no step is counted: %s", trouble)
         self._window.written_step = self._window.step
+        if self._window.snapshots is not None:
+            self._window.snapshots.engine.note_writer()
         self._window.close()
 
     def _on_captured_step(self) -> None:

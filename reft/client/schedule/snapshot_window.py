@@ -6,7 +6,8 @@
 
 CUDA graphs: capturing an optimizer step trains nothing, and replays of the graph call no hook.
 After a capture the window therefore closes right after each mark, and the device waits there until
-the state is copied. The same holds until a capturable optimizer is first seen to step.
+the state is copied. The same holds until a capturable optimizer is first seen to step. It also
+holds on a device for a mark before which no hook was called: the step may have been a replay.
 
 How steps are counted:
   * Without marks, each call of the last optimizer is a step, and the post-hook is the mark. The
@@ -114,6 +115,7 @@ class SnapshotWindow:
         start: completed steps at attach.
         counting: how steps are counted.
         stepping: whether the optimizers' steps call hooks.
+        has_stepped: whether a hook of an optimizer was called since the last mark.
         reviews: checks whether the state still fits the placement; None if no other rank has a part
             of this rank's state.
         written_step: the newest step whose state an optimizer has overwritten.
@@ -134,6 +136,7 @@ class SnapshotWindow:
         self.cadence = cadence
         self.counting: StepCounting = CallCounting(step)
         self.stepping = Stepping.CALLED
+        self.has_stepped = False
         self.reviews: PlacementReviewer | None = None
         self.rehearsal: RehearsalRecorder | None = None
         self.written_step = -1
@@ -172,6 +175,7 @@ class SnapshotWindow:
             self._take(pacing_plan)
         elif answer.left_out:
             self.snapshots.leave_out(self.step, answer.left_out)
+        self.has_stepped = False
 
     def _take(self, pacing_plan: PacingPlan | None = None) -> None:
         if self.snapshots is not None and self._skip_reason:
@@ -191,7 +195,8 @@ class SnapshotWindow:
         self._taken_step = self.step
         if self.snapshots is not None:
             is_open = self.snapshots.take(self.step, is_marked, pacing_plan, self.skipped)
-            if is_open and self.stepping is not Stepping.CALLED:
+            calls_hooks = self.has_stepped or self.snapshots.engine.keeps_host_time
+            if is_open and not (calls_hooks and self.stepping is Stepping.CALLED):
                 self.snapshots.fence()
 
     def close(self) -> None:

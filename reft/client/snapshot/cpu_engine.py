@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, repeat
@@ -65,6 +66,12 @@ class CpuCopyEngine:
         self._threads = [TaskThread(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus[1:], 1)]
         self._idle_cpus: list[int | None] = ([*cpus] or [None]) if has_idle else []
         self._idle_threads: list[TaskThread] = []  # started with the first paced snapshot
+
+    def note_writer(self) -> None:
+        """Does nothing: on the host work is done in the order of the calls."""
+
+    def behind_writer(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin(self, order: CopyOrder, slot: SlotMap | None = None) -> _CpuCopy:
         if self._plan is None or self._plan.save_plan is not order.save_plan:

@@ -16,6 +16,9 @@ The fence is a wait of the compute stream. An event that is not recorded yet wou
 all copies, and the event behind the last one, are enqueued before the optimizer's pre-hook returns.
 The snapshot thread gets `CopiedEvent` after the last event has passed, never before.
 
+A loop may train in another stream than the one in which it marks. So the pre-hooks note the stream
+that writes the state. At a mark the current stream waits for that one, and that one for the mark.
+
 While training is captured into a CUDA graph nothing is enqueued: the side stream would become part
 of the graph, or the capture would fail. A captured optimizer calls no hook when the graph is
 replayed, so the session then calls `fence` right after each mark.
@@ -90,6 +93,12 @@ class CudaCopyEngine:
         self._current: _CudaCopy | None = None
         self._tier = Tier.COMPUTE
         self._pending: deque[_Measured] = deque(maxlen=PENDING_MAX)
+
+    def note_writer(self) -> None:
+        self._device.note_writer()
+
+    def behind_writer(self) -> contextlib.AbstractContextManager[None]:
+        return self._device.behind_writer()
 
     def begin(self, order: CopyOrder, slot: SlotMap | None) -> _CudaCopy:
         assert slot is not None, "copies are enqueued at the mark, so the slot must be known"

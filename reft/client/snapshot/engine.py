@@ -14,6 +14,7 @@ There is an engine for CPU and one for CUDA. One contract test runs both
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -139,6 +140,12 @@ class CopyEngine(Protocol):
     keeps_host_time: bool
     needs_slot_at_mark: bool
     copy_cpu: int | None
+
+    def note_writer(self) -> None:
+        """Notes that an optimizer is about to write the state, in the calling thread's stream."""
+
+    def behind_writer(self) -> AbstractContextManager[None]:
+        """Orders what a mark enqueues inside behind these writes, and before the work after it."""
 
     def begin(self, order: CopyOrder, slot: SlotMap | None) -> RunningCopy:
         """Starts one snapshot; the earlier one must have passed its fence.

@@ -99,7 +99,8 @@ class Snapshotter:
         self._left_out = None
         with self._begin_lock:
             try:
-                reason = HELD if self.is_held else self._begin(task, is_marked, pacing_plan, skipped)
+                with self.engine.behind_writer():
+                    reason = HELD if self.is_held else self._begin(task, is_marked, pacing_plan, skipped)
             except Exception as error:
                 # A failed snapshot must never end training.
                 reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -166,6 +168,21 @@ def test_the_host_sleeps_when_it_waits_and_waits_only_for_the_side_stream(runtim
     second = device.times([device.record_compute()])
     assert first is not None and second is not None and first[0] < first[1] < second[0]
     assert set(runtime.waits) == {("side", "sleeps")}
+
+
+def test_a_mark_is_ordered_behind_the_stream_that_has_written(runtime):
+    """A loop may train in a stream of its own, and mark outside of it."""
+    device, trains = Device(OWN), replace(torch.cuda.current_stream(OWN), name="trains")
+    with device.behind_writer():
+        assert runtime.stream_waits == [], "nothing has been written yet"
+    with runtime.on_stream(trains):
+        device.note_writer()
+        with device.behind_writer():
+            assert runtime.stream_waits == [], "one stream is in order"
+    with contextlib.suppress(RuntimeError), device.behind_writer():
+        assert runtime.stream_waits == [("compute", "trains")]
+        raise RuntimeError("the device is full")
+    assert runtime.stream_waits == [("compute", "trains"), ("trains", "compute")]
 
 
 def test_times_are_right_for_events_before_the_anchor_event(runtime):

@@ -125,10 +125,13 @@ def test_captured_calls_of_the_optimizer_count_no_steps(attach, device):
     assert session.step == 3
 
 
-def test_a_capturable_optimizer_that_never_calls_hooks_is_fenced_at_each_mark(attach, device):
+@pytest.mark.parametrize("is_capturable", [False, True])
+def test_an_optimizer_that_never_calls_hooks_is_fenced_at_each_mark(attach, device, is_capturable):
+    """Its step was captured before attach. SGD has no group with `capturable`."""
     model, optimizer = make()
     step_once(model, optimizer)
-    for group in optimizer.param_groups:
+    optimizer.zero_grad()  # the end of the captured step, so that no gradients are left
+    for group in optimizer.param_groups if is_capturable else ():
         group["capturable"] = True
     session = attach(model, optimizer)
     replay(model)
@@ -150,6 +153,17 @@ def test_a_capturable_optimizer_that_calls_its_hooks_keeps_the_window_open(attac
         session.step_end()  # the first mark comes before any call
         assert (session._window.snapshots.open_guard is not None) is is_open
         optimizer.step()
+
+
+def test_a_mark_reads_the_state_behind_the_stream_of_the_step(attach, device):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    step_once(model, optimizer)
+    assert device.order.count("note writer") == 1
+    device.order.clear()
+    session.step_end()
+    wanted = ("compute waits for writer", "side waits for compute", "writer waits for compute")
+    assert [entry for entry in device.order if entry in wanted] == list(wanted)
 
 
 class Driver:

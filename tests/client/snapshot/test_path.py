@@ -22,11 +22,11 @@ DESIGN = Path(__file__).resolve().parents[3] / "reft/client/snapshot/DESIGN.md"
 DRAWN = re.compile(r"^    \d+ +(\w+)\.\w+ ─► (\w+)\.(\w+)", re.MULTILINE)
 HOPS_MAX, BACK_MAX = 20, 2
 # Calls that ask or convert, and change nothing of the snapshot. `fence` and `close` end the window
-# before, which is not open here; `request` is about the interval.
+# before, which is not open here; `request` is about the interval, `behind_writer` about streams.
 QUESTIONS = set(
     "is_marked modules cadence_facts interval outcome_delays is_stale mismatched whole kept pins voids is_capturing times stamp "
     "__len__ chunk_bytes choose at __init__ to_plain storable finished layout layout_report compares_all fence close "
-    "request extra_state_cost".split()
+    "request extra_state_cost behind_writer".split()
 )
 
 
