@@ -10,11 +10,10 @@ QUICK := "not slow and not soak and not chaos and not trainers"
 demo: $(READY)
 	$(BIN)/reft-cli demo
 
-# End-to-end tests wait for a third of their time, so three of them run at once on two cores. Files with
-# a shared run stay together and begin first; other tests are distributed singly (tests/e2e/conftest.py).
+# Of four workers two take whole jobs, which wait for much of their time, and two take the other tests
+# (tests/conftest.py). So two cores are busy until the end.
 test: lint
-	$(BIN)/pytest -n 3 --dist worksteal -m $(QUICK) --ignore=tests/e2e
-	$(BIN)/pytest -n 3 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
+	$(BIN)/pytest -n 4 --dist loadfile --timeout=300 -m $(QUICK)
 
 # Each trainer has its own environment. Two run at a time, because ranks wait for one another.
 trainers: $(READY)

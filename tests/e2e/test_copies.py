@@ -23,10 +23,8 @@ pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute 
 
 
 @pytest.mark.parametrize(("tolerate", "lost"), [(1, [1]), (2, [0, 2])], ids=["one", "two of three"])
-def test_lost_nodes_take_a_job_of_torchs_zero_back_to_the_protected_step(tolerate, lost, site: Site, tmp_path):
+def test_lost_nodes_take_a_job_of_torchs_zero_back_to_the_protected_step(tolerate, lost, plain, site: Site, tmp_path):
     example = Example("zero1", 3, 1, True, steps=24)
-    unprotected = Run(example, tmp_path / "plain", [])
-    plain = unprotected.finish(unprotected.start())
     nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(example.nodes)]
     run = Run(example, tmp_path / "aor", nodes, REFT_PROTECT="aor", REFT_TOLERATE=str(tolerate))
     ranks = run.start("snapshot.chunk:stop:rank=1:from=12", 3, 11)
@@ -47,4 +45,4 @@ def test_lost_nodes_take_a_job_of_torchs_zero_back_to_the_protected_step(tolerat
     result = run.finish(run.start())
     bases = {attempts[1].base for attempts in result.attempts.values()}
     assert len(bases) == 1 and min(bases) >= run.protected >= 1, (bases, run.protected)
-    assert compare(result, plain, example.steps).differences == []
+    assert compare(result, plain(example), example.steps).differences == []

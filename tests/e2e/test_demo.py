@@ -154,7 +154,12 @@ def test_the_comparison_fails_when_one_tensor_is_altered(results):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_a_signal_ends_the_demo_and_nothing_is_left(demo, number, code):
     until(lambda: len(demo.descendants("reft.demo.train")) >= 4, 120, "the trainers' start")

@@ -88,7 +88,10 @@ runpy.run_path("{ROOT / "examples/ddp.py"}", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("script, code, nodes, training_nodes", [("train.py", 0, 3, 2), ("missing.py", 1, 1, 1)])
+@pytest.mark.parametrize(
+    "script, code, nodes, training_nodes",
+    [pytest.param("train.py", 0, 3, 2, marks=pytest.mark.slow), ("missing.py", 1, 1, 1)],
+)
 @pytest.mark.timeout(600)  # five processes import torch
 def test_the_slurm_script_trains_and_leaves_nothing_behind(slurm, script, code, nodes, training_nodes, tmp_path):
     names = slurm["NODES"].split()[:nodes]

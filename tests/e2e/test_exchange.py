@@ -7,7 +7,8 @@ snapshot   while its rank stands in the middle of a copy
 between    while no turn is under way, as far as the daemons say
 restore    while its rank stands in a restore, after another rank was killed
 
-make test    two moments of each example, one after the other in one job
+make test    two moments of FSDP2, one after the other in one job
+make soak    the same of ZeRO-1
 make chaos   eight more, each in a job of its own
 """
 
@@ -143,7 +144,7 @@ def check(example: Example, plain: TrainingResult, *seeds: int) -> None:
     assert compare(result, plain, example.steps).differences == []
 
 
-@each_example
+@pytest.mark.parametrize("example", [FSDP2, pytest.param(ZERO1, marks=pytest.mark.slow)], ids=["fsdp2", "zero1"])
 def test_a_lost_node_takes_the_job_back_to_the_protected_step(example, plain):
     """A node is lost during a copy, and then another one in a turn."""
     check(example, plain(example), 1, 0)

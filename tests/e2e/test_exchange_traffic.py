@@ -146,6 +146,7 @@ def test_ddp_exchanges_nothing(site):
     trainers.kill()
 
 
+@pytest.mark.slow
 def test_hsdp_exchanges_nothing(site, tmp_path):
     nodes = site.add(2)
     run = Run(Example("hsdp", 2, 2, False), tmp_path / "hsdp", nodes)

@@ -83,7 +83,7 @@ def flip(daemon: DaemonProcess) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_any_node_of_three_is_replaced(site, plain, lost):
     nodes = site.add(3)
     stop(nodes)

@@ -58,7 +58,7 @@ def longest_step_beside_a_standing_rank(daemon, stands_s: float, marks: Sequence
 
 
 def test_no_step_waits_for_a_rank_that_stands(daemon):
-    assert longest_step_beside_a_standing_rank(daemon, 5.0) < WAIT_S
+    assert longest_step_beside_a_standing_rank(daemon, 3.0) < WAIT_S
 
 
 @pytest.mark.soak

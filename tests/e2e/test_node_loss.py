@@ -152,6 +152,7 @@ def test_a_node_is_lost_at_a_random_moment(seed, undisturbed):
     check_moment(seed, undisturbed(8), lose_again=seed % 2 == 1)
 
 
+@pytest.mark.slow
 def test_two_nodes_are_lost_at_once(undisturbed):
     plain = undisturbed(6)
     with Nodes(6, ranks_per_node=1) as nodes:
@@ -166,6 +167,7 @@ def test_two_nodes_are_lost_at_once(undisturbed):
     assert compare(result, plain, STEPS).differences == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
 def test_a_node_is_lost_where_daemons_ask_for_certificates(tmp_path, undisturbed):
     """Trainers have no certificates.

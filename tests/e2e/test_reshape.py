@@ -119,7 +119,7 @@ def test_the_state_of_a_foreign_optimizer_is_resharded(site, tmp_path):
     assert {each["from"] for each in job.run("fsdp2+lion", nodes)} == {"peers"}
 
 
-@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize("schedule", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_pipeline_stages_are_merged_with_slots_of_a_node_that_left_the_job(site, tmp_path, schedule):
     nodes = site.add(2)
     job = Job(tmp_path)

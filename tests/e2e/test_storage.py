@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from reft.wire.slot_format import read_head
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.storage_folder import StorageFolder
-from tests.support.commands import BIN
 from tests.support.daemons import ROOT, DaemonProcess, Site, until, vanish
 from tests.support.stored import persist, record_of
 from tests.support.trainers import Spec, Trainers, run
@@ -58,6 +59,7 @@ def trained(
     return daemons, written
 
 
+@functools.cache
 def undisturbed(world: int, **options: Any) -> list[dict[str, Any]]:
     daemon = DaemonProcess()
     try:
@@ -299,10 +301,11 @@ def test_torchrun_again_goes_on_from_storage(site: Site, storage: Path) -> None:
     """Daemons, trainers and memory are gone; the same command ends as it would have."""
 
     def torchrun(daemon: DaemonProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = ["torchrun", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        command = [sys.executable, "-m", "tests.support.agent", "--nproc-per-node=2"]  # with forked workers
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=run1"]
         environment = {**os.environ, "REFT_DAEMON": daemon.address, "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
         return subprocess.run(
-            [str(BIN / command[0]), *command[1:], "--rdzv-id=run1", str(SCRIPT), *arguments],
+            [*command, str(SCRIPT), *arguments],
             capture_output=True, text=True, env=environment, timeout=120, check=False,
         )  # fmt: skip
 

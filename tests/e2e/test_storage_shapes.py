@@ -23,7 +23,7 @@ def storage(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero1"])
+@pytest.mark.parametrize("kind", ["fsdp2", "zero1", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_four_ranks_become_two_and_four_again(site: Site, storage: Path, tmp_path: Path, kind: str) -> None:
     """All memory is gone before each change; torch's checkpoint of the shape before is compared."""
     job, flags = Job(tmp_path), ("--persist", str(storage))

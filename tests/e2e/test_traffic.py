@@ -126,7 +126,7 @@ def up(nbytes: int, to: int) -> int:
     return -(-nbytes // to) * to
 
 
-SMALL, LARGE = Case(3, 1, 1, 1, 64, 100), Case(3, 1, 1, 1, 512, 100)
+SMALL, LARGE = Case(3, 1, 1, 1, 64, 40), Case(3, 1, 1, 1, 512, 40)
 TWO_LOST = Case(4, 1, 2, 2, 64, 10)
 TWO_EACH = Case(2, 2, 1, 1, 128, 10)
 CASES = [SMALL, LARGE, TWO_LOST, TWO_EACH]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from reft.cli.demo.cluster import free_port
 from tests.support.daemons import purge_and_stop
 
@@ -30,6 +32,7 @@ def torchrun(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
 
 
+@pytest.mark.slow  # the second restart below, and that of forked workers, are quick cases
 def test_workers_restart_under_the_reft_backend(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

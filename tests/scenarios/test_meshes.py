@@ -209,15 +209,29 @@ def read_back(
     return on_all(len(ranks), one)
 
 
-@pytest.mark.timeout(300)  # 20 s on a quiet core
-@settings(
+RANDOM_JOBS = settings(
     deadline=None,
-    max_examples=25,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+@pytest.mark.timeout(300)
+@settings(RANDOM_JOBS, max_examples=10)  # each takes most of a second of a quiet core
 @given(jobs())
 def test_a_restored_job_has_the_saved_state_and_trains_on(job):
+    check_restored(job)
+
+
+@pytest.mark.soak
+@settings(RANDOM_JOBS, max_examples=100)
+@given(jobs())
+def test_many_restored_jobs_have_the_saved_state_and_train_on(job):
+    check_restored(job)
+
+
+def check_restored(job: tuple[Any, ...]) -> None:
+    """Fails unless a job is restored after its loss, and trains on like one without a loss."""
     mesh, wholes, kind, domains, lost_domains, scheme, f = job
     places = list(itertools.product(*map(range, mesh)))
     ranks = [Rank(wholes, mesh, place, kind, 1) for place in places]

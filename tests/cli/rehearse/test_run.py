@@ -98,7 +98,9 @@ def test_a_script_that_fails_by_itself(rehearse):
     ("fault", "words", "remedy"),
     [
         ("older-a", "run A began from step 3 of an older run.", "remove daemon= and job="),
-        ("older-b", "run B began from step 3 of an older run.", "remove daemon= and job="),
+        pytest.param(
+            "older-b", "run B began from step 3 of an older run.", "remove daemon= and job=", marks=pytest.mark.slow
+        ),
         ("own-daemon", "the script names a daemon of its own.", "remove daemon="),
     ],
 )
@@ -178,7 +180,9 @@ def test_each_run_gets_a_fresh_folder(rehearse, tmp_path):
     assert "name a fresh folder" in again.stderr
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_signal_leaves_nothing(rehearse, number, code):
     process = rehearse.start("--", *TRAINER)
     until(lambda: any(rehearse.temporary.rglob("a.0.jsonl")), 60, "that run A trains")
