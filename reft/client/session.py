@@ -114,12 +114,18 @@ class Session:
     def step_end(self) -> None:
         """Marks the end of an iteration.
 
-        The snapshot may read the state until the next optimizer step.
+        The snapshot may read the state until the next optimizer step. Within the capture of a CUDA
+        graph nothing is counted: that work trains nothing yet.
 
         Raises:
             UnsupportedState: at the first mark, if `reft.Values` have a value that can't be held.
         """
         self._check_process()
+        if self._window.is_capturing():
+            log.warning(
+                "a mark within the capture of a CUDA graph counts no step: mark after each replay of the graph."
+            )
+            return
         if not self._window.is_marked:
             self.begin_marking()
         if self._window.step == self._window.start:

@@ -42,6 +42,7 @@ class Inline(Device):
 
     @contextlib.contextmanager
     def behind_writer(self):
+        assert not self.captures, "waiting for a stream outside of the graph breaks the capture"
         self.order.append("compute waits for writer")
         yield
         self.order.append("writer waits for compute")

@@ -166,6 +166,25 @@ def test_a_mark_reads_the_state_behind_the_stream_of_the_step(attach, device):
     assert [entry for entry in device.order if entry in wanted] == list(wanted)
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_mark_within_a_capture_counts_nothing_and_leaves_the_graph_alone(attach, device, caplog, steps_before):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in range(steps_before):
+        step_once(model, optimizer)
+        session.step_end()
+    device.order.clear()
+    device.captures = True
+    session.step_end()
+    device.captures = False
+    assert device.order == [] and session.step == steps_before
+    assert "mark after each replay" in caplog.text
+    for step in range(3):
+        step_once(model, optimizer)
+        session.step_end()
+        assert session.seal() and session.step == steps_before + step + 1
+
+
 class Driver:
     """A fake CUDA driver: the capture mode of this thread, which is global at first."""
 
