@@ -190,7 +190,9 @@ class GatheredState:
                     for owner, begin, data in operation.slice.made_parts(decoded):
                         made[owner][begin : begin + data.nbytes] = data
         except ValueError as error:
-            raise AttachError(f"{state.version} can't be decoded: {str(error).rstrip('.')}.", "export another step") from error
+            raise AttachError(
+                f"{state.version} can't be decoded: {str(error).rstrip('.')}.", "export another step"
+            ) from error
 
     def _compare(self, rank: int, data: Bytes) -> None:
         """Raises AttachError if a decoded slot differs from the digests in its capsule."""
