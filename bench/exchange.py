@@ -44,7 +44,7 @@ from reft.client.attach.rank_table import (
     RankTable,
 )
 from reft.client.link.exchange import RankMessage, from_json, to_json
-from reft.client.link.rank_group import LENGTH_BYTES, SHORT_BYTES, broadcast_ranks
+from reft.client.link.rank_group import LENGTH_BYTES, broadcast_ranks, short_bytes
 from reft.client.snapshot.replica_check import all_match
 from reft.config import Config
 from reft.core.coding.placement import exposures
@@ -161,10 +161,11 @@ class Clock:
 
 def received(messages: list[str]) -> int:
     """Returns the bytes that a rank receives in one exchange: heads, rests of messages, padding."""
-    rests = [max(len(message) - SHORT_BYTES, 0) for message in messages]
+    short = short_bytes(len(messages))
+    rests = [max(len(message) - short, 0) for message in messages]
     alone = broadcast_ranks(rests)
     widest = max((rest for rank, rest in enumerate(rests) if rank not in alone), default=0)
-    return len(rests) * (LENGTH_BYTES + SHORT_BYTES + widest) + sum(rests[rank] for rank in alone)
+    return len(rests) * (LENGTH_BYTES + short + widest) + sum(rests[rank] for rank in alone)
 
 
 def infos_of(job: Job) -> tuple[list[RankInfo], list[symbolic.PatternTable]]:

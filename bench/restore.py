@@ -250,7 +250,7 @@ def train(rank: int, task: Task) -> None:
         replica = Replica(task.shape)
         replica.make_moments()
         replica.fill()
-        session = attach(replica, rank, task)
+        session = attach(in_job(replica, task), replica, rank, task)
         session.step_end()
         if not session.seal(DEADLINE_S):
             raise RuntimeError(f"the snapshot did not become whole: {session.stats()}")
@@ -298,10 +298,11 @@ def write(seconds: dict[str, float], rank: int, task: Task) -> None:
 def restored(replica: Replica, rank: int, task: Task) -> dict[str, float]:
     """Attaches, checks the state, and closes the session; returns the seconds of the parts."""
     # After a loss the attach also makes slots for a whole state on the new node.
+    model = in_job(replica, task)
     back_pages(task, replica.missing_bytes * (4 if task.case.loses_node else 1))
     with timed_steps() as steps:
         began = time.perf_counter()
-        session = attach(replica, rank, task)
+        session = attach(model, replica, rank, task)
         attach_s = time.perf_counter() - began
     if not session.seal(DEADLINE_S):  # after a loss a snapshot is taken at once
         raise RuntimeError(f"the restored step is not whole: {session.stats()}")
@@ -375,10 +376,14 @@ def load_with_dcp(replica: Replica, task: Task) -> None:
     dcp.load(replica.tree(), checkpoint_id=task.files / "dcp", no_dist=task.case.ranks == 1)
 
 
-def attach(replica: Replica, rank: int, task: Task) -> reft.Session:
-    model: nn.Module = replica.model
-    if task.case.ranks > 1:
-        model = nn.parallel.DistributedDataParallel(model, init_sync=False)
+def in_job(replica: Replica, task: Task) -> nn.Module:
+    """Returns the model as a script passes it to attach."""
+    if task.case.ranks == 1:
+        return replica.model
+    return nn.parallel.DistributedDataParallel(replica.model, init_sync=False)
+
+
+def attach(model: nn.Module, replica: Replica, rank: int, task: Task) -> reft.Session:
     return reft.attach(model, replica.optimizer, job=JOB, daemon=task.daemons[rank], slots=SLOTS)
 
 

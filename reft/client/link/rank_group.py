@@ -26,9 +26,10 @@ from reft.client.link.roll_call import absent_ranks
 from reft.core.text import more
 from reft.errors import AttachError, ReftError
 
-# First all ranks send the length of their message and its first bytes. Most messages end there, so
-# their exchange is one all-gather, not two.
-LENGTH_BYTES, SHORT_BYTES = 8, 56
+# First all ranks send the length of their message and its first bytes, see `short_bytes`. Most
+# messages end there, so their exchange is one all-gather, not two. With few ranks this holds for
+# long messages, too.
+LENGTH_BYTES, SHORT_MIN, HEADS_BYTES = 8, 56, 64 << 10
 # The cost of one broadcast, in bytes that could move while it passes through thousands of ranks.
 BROADCAST_BYTES = 1 << 20
 # The most bytes from one rank: headers of a node's slots, or a manifest.
@@ -123,13 +124,14 @@ class RankGroup:
 
     def _gather_bytes(self, payload: bytes, end: float) -> list[bytes]:
         """Returns the messages of all ranks: first their short heads, then what is left of each."""
-        head = len(payload).to_bytes(LENGTH_BYTES, "little") + payload[:SHORT_BYTES]
-        heads = [part.numpy().tobytes() for part in self._all_gather(head, LENGTH_BYTES + SHORT_BYTES, end)]
+        short = short_bytes(self.world)
+        head = len(payload).to_bytes(LENGTH_BYTES, "little") + payload[:short]
+        heads = [part.numpy().tobytes() for part in self._all_gather(head, LENGTH_BYTES + short, end)]
         widths = [int.from_bytes(head[:LENGTH_BYTES], "little") for head in heads]
-        rests = [max(width - SHORT_BYTES, 0) for width in widths]
+        rests = [max(width - short, 0) for width in widths]
         alone = broadcast_ranks(rests)
         widest = max((rest for rank, rest in enumerate(rests) if rank not in alone), default=0)
-        rest_of_mine = payload[SHORT_BYTES:]
+        rest_of_mine = payload[short:]
         parts = [torch.empty(0, dtype=torch.uint8, device="cpu")] * self.world
         if widest:
             parts = self._all_gather(b"" if self.rank in alone else rest_of_mine, widest, end)
@@ -165,6 +167,11 @@ class RankGroup:
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
+
+
+def short_bytes(world: int) -> int:
+    """Returns how many bytes of its message each rank sends at once."""
+    return max(SHORT_MIN, HEADS_BYTES // world - LENGTH_BYTES)
 
 
 def broadcast_ranks(widths: Sequence[int]) -> list[int]:

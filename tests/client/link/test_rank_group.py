@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reft.client.link import rank_group as module
-from reft.client.link.rank_group import BROADCAST_BYTES, SHORT_BYTES, RankGroup, RanksMissing
+from reft.client.link.rank_group import BROADCAST_BYTES, SHORT_MIN, RankGroup, RanksMissing, short_bytes
 from reft.errors import RestoreError
 
 DEADLINE_S = 60.0
@@ -63,11 +63,12 @@ def texts_at_each_rank(monkeypatch: pytest.MonkeyPatch, texts: list[str]) -> tup
 @pytest.mark.parametrize(
     ("lengths", "names"),
     [
-        ([0, 3, SHORT_BYTES - OVERHEAD], ["all_gather"]),
-        ([0, SHORT_BYTES - OVERHEAD + 1], ["all_gather", "all_gather"]),
-        ([500, 2, 70], ["all_gather", "all_gather"]),
+        ([0, 3, short_bytes(3) - OVERHEAD], ["all_gather"]),
+        ([0, short_bytes(2) - OVERHEAD + 1], ["all_gather", "all_gather"]),
+        ([500, 2, 70], ["all_gather"]),
+        ([30_000, 2, 70], ["all_gather", "all_gather"]),
         ([2 * BROADCAST_BYTES, 0, 0, 0], ["all_gather", "broadcast"]),
-        ([0, 5 * BROADCAST_BYTES, 0, 90, 0], ["all_gather", "all_gather", "broadcast"]),
+        ([0, 5 * BROADCAST_BYTES, 0, 20_000, 0], ["all_gather", "all_gather", "broadcast"]),
     ],
 )
 def test_every_rank_gets_every_message_and_short_ones_in_one_all_gather(monkeypatch, lengths, names):
@@ -75,6 +76,11 @@ def test_every_rank_gets_every_message_and_short_ones_in_one_all_gather(monkeypa
     got, called = texts_at_each_rank(monkeypatch, texts)
     assert got == [texts] * len(texts)
     assert called == names
+
+
+@pytest.mark.parametrize("world", [2, 64, 16384])
+def test_a_rank_receives_little_at_once_however_many_ranks_there_are(world):
+    assert SHORT_MIN <= short_bytes(world) <= max(SHORT_MIN, (64 << 10) // world)
 
 
 @pytest.mark.parametrize("hint", ["", "look at node b"])
