@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 import reft
@@ -148,12 +148,12 @@ def _refuse_ignored(config: Any) -> None:
     Raises:
         ConfigError: such an option has been set.
     """
-    if not is_dataclass(config):
-        return
     read = READ if config.storage is not None else READ - {"load_step"}
-    plain = type(config)()
-    for name in (each.name for each in fields(config) if each.name not in read):
-        if getattr(config, name) != getattr(plain, name):
+    options = fields(config) if is_dataclass(config) else ()
+    for option in (each for each in options if each.name not in read):
+        name = option.name
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        if getattr(config, name) != default:
             raise ConfigError(
                 f"checkpoint.{name} is {getattr(config, name)!r}; reft does not read it, only torchtitan's own checkpoint "
                 "manager does.",

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import reft
 from reft.errors import ConfigError, UnsupportedState
-from reft.integrations import checks, lightning, torchtitan, transformers
+from reft.integrations import checks, deepspeed, lightning, torchtitan, transformers
 from tests.support.daemons import ROOT
 
 MODULES = ["accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "transformers"]
@@ -46,6 +46,24 @@ def test_a_missing_parameter_is_an_error():
     tested.need_parameters(lambda epoch, batch: None, ["epoch"])
     with pytest.raises(UnsupportedState, match="does not take 'step' in pytest"):
         tested.need_parameters(lambda epoch: None, ["epoch", "step"])
+
+
+@pytest.mark.parametrize("names", [(), ("model-parallel-rng",)])
+def test_the_random_states_that_deepspeed_tracks_are_held(names, monkeypatch):
+    states = {name: torch.zeros(4, dtype=torch.uint8) for name in names}
+    tracker = SimpleNamespace(get_states=lambda: dict(states), set_states=states.update)
+    module = SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
+    monkeypatch.setitem(sys.modules, deepspeed.CHECKPOINTING, module)
+    attached = []
+    monkeypatch.setattr(reft, "attach", lambda *_, **options: attached.append(options["state"]))
+    deepspeed.attach(SimpleNamespace(global_rank=1, lr_scheduler=None, module=None))
+    (held,) = attached
+    assert held.keys() == ({"random"} if names else set())
+    for name in names:
+        saved = held["random"].state_dict()
+        states[name] = torch.ones(4, dtype=torch.uint8)
+        held["random"].load_state_dicts([saved, {"states": {}}])
+        assert states[name].sum() == 0
 
 
 def test_only_accelerates_wrapper_is_unwrapped():

@@ -55,6 +55,12 @@ class AttachArguments:
         for value in models:
             if not isinstance(value, nn.Module) and not stage_names.is_stage(value):
                 raise ConfigError(f"model is a {type(value).__name__}; an nn.Module is expected.")
+            extractor = extractor_of(value)
+            if extractor is not None and extractor.roles == {"optimizer"}:
+                raise ConfigError(
+                    f"model is a {type(value).__name__}, which reft holds as an optimizer: its weights would not be held.",
+                    "pass the module in it as model; for a DeepSpeed engine, reft.integrations.deepspeed.attach(engine)",
+                )
         for value in self.optimizers:
             extractor = extractor_of(value)
             if extractor is None or "optimizer" not in extractor.roles:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from reft.client.attach.arguments import AttachArguments
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.state.extract.deepspeed import PARTITIONED, DeepSpeedExtractor
 from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
-from reft.errors import UnsupportedState
+from reft.errors import ConfigError, UnsupportedState
 
 
 def kind(name: str, **values: Any) -> Any:
@@ -49,6 +50,13 @@ def zero3(**values: Any) -> Any:
              "offload_optimizer": False, "offload_param": False, "zero_hpz_partition_size": 1, "use_muon": False,
              "zero_quantized_nontrainable_weights": False, "zenflow": False}  # fmt: skip
     return kind("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3", **{**parts, **values})
+
+
+def grid(slices: int) -> Any:
+    """Returns the grid of a pipeline of two stages."""
+    return SimpleNamespace(
+        get_tensor_model_parallel_world_size=lambda: slices, get_model_parallel_world_size=lambda: 2 * slices
+    )
 
 
 def partitioned(model: nn.Module, world: int, rank: int) -> Any:
@@ -306,6 +314,7 @@ def test_an_engine_is_recognised_by_class_name_and_zero_1_and_2_are_accepted():
     found = extractor_of(value)
     assert isinstance(found, DeepSpeedExtractor)
     found.check("optimizer.0", value)
+    found.check("optimizer.0", engine(zero(), mpu=grid(slices=1), stage_id=0))
 
 
 @pytest.mark.parametrize(
@@ -318,11 +327,21 @@ def test_an_engine_is_recognised_by_class_name_and_zero_1_and_2_are_accepted():
         (engine(zero(), has_moe_layers=True), "experts"),
         (engine(zero(cpu_offload=True)), "offloaded"),
         (engine(zero(), mpu=SimpleNamespace(get_model_parallel_world_size=lambda: 2)), "tensor parallelism"),
+        (engine(zero(), mpu=grid(slices=2), stage_id=0), "tensor parallelism"),
     ],
 )
 def test_unsupported_features_are_refused_by_name(value, message):
     with pytest.raises(UnsupportedState, match=message):
         DeepSpeedExtractor().check("optimizer.0", value)
+
+
+def test_an_engine_in_the_place_of_the_model_is_refused():
+    """The engine is a module, and its extractor holds masters and moments only."""
+    made = type("DeepSpeedEngine", (nn.Module,), {"__module__": "deepspeed.runtime.engine"})()
+    made.module = nn.Linear(2, 2)
+    made.optimizer = torch.optim.SGD(made.parameters())
+    with pytest.raises(ConfigError, match=r"model is a DeepSpeedEngine.*\n?.*integrations\.deepspeed\.attach"):
+        AttachArguments(made, [made.optimizer], None, {}, None, "auto", 1).tracked()
 
 
 def test_another_version_is_refused_and_the_tested_version_is_named():

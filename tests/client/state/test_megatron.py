@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -370,6 +371,21 @@ def test_waits_for_neighbours_are_idle_and_the_users_timers_still_run():
         "start forward-send-backward-recv", *wait, "stop forward-send-backward-recv", "start forward-send",
         "stop forward-send", *wait, *work, *wait,
     ]  # fmt: skip
+
+
+def test_a_copy_of_a_model_has_the_users_timers():
+    """A session can't be copied, and each module of Megatron has the config with its timers."""
+
+    class Uncopied:
+        def __getstate__(self):
+            raise TypeError("a Session can't be copied or sent to another process")
+
+        def idle(self):
+            raise AssertionError("not called")
+
+    config = SimpleNamespace(timers=IdleTimers(Uncopied().idle, ["own"]))
+    assert copy.deepcopy(config).timers == ["own"]
+    assert copy.deepcopy(SimpleNamespace(timers=IdleTimers(Uncopied().idle))).timers is None
 
 
 def tracker_of(states: dict[str, Any]) -> Any:

@@ -28,10 +28,18 @@ class IdleTimers:
         self._idle, self._own = idle, own
         self._wait = ExitStack()  # shared: Megatron gets a timer twice, to start and to stop it
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the config has the user's timers: a session can't be copied."""
+        return _timers, (self._own,)
+
     def __call__(self, name: str, *arguments: Any, **named: Any) -> IdleTimer:
         """Returns the timer of this name; has the signature of Megatron's Timers."""
         own = None if self._own is None else self._own(name, *arguments, **named)
         return IdleTimer(self._wait if name.endswith(WAITS) else None, self._idle, own)
+
+
+def _timers(own: Any) -> Any:
+    return own
 
 
 @dataclass(frozen=True)

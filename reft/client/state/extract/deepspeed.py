@@ -232,11 +232,11 @@ def _is_tensor_parallel(engine: Any) -> bool:
     mpu = getattr(engine, "mpu", None)
     if mpu is None:
         return False
-    sizes = (
-        getattr(mpu, name, None) for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
-    )
-    # PipelineEngine's grid calls pipeline stages × slices "model parallel".
-    return not hasattr(engine, "stage_id") and any(size() > 1 for size in sizes if size is not None)
+    names = ["get_tensor_model_parallel_world_size"]
+    if not hasattr(engine, "stage_id"):  # PipelineEngine's grid calls pipeline stages × slices "model parallel"
+        names.append("get_model_parallel_world_size")
+    sizes = (getattr(mpu, name, None) for name in names)
+    return any(size() > 1 for size in sizes if size is not None)
 
 
 def _scaler(optimizer: Any) -> Any:
