@@ -215,6 +215,17 @@ def test_weights_alone_in_another_dtype_and_in_several_files(site: Site, tmp_pat
     assert not list(out.glob("optimizer*")) and "left out" in result["notes"][0]
 
 
+def test_replicas_that_differ_are_never_mixed(site: Site, tmp_path: Path) -> None:
+    """Both ranks have sealed the step, which never became whole: each has a half of its own bytes."""
+    (node,) = site.add(1)
+    ranks = Trainers(Spec(node.address, steps=1, options={"apart": True, "seal_s": 2}), 2)
+    assert ranks.wait() == [0, 0], ranks.errors()[-3000:]
+    until(lambda: not any(rank.alive for rank in node.status("job").ranks), what="the trainers' end")
+    refused = export(node, "job", tmp_path / "out", fails=True)
+    assert "ranks hold different bytes where they should be replicas" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_overwritten(site: Site, tmp_path: Path) -> None:
     (node,) = site.add(1)
     trained([node], "ddp", tmp_path)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from reft.core.layout.regions import ByteRuns
 from reft.core.recovery.export_match import ExportMatch, match_export
 from reft.core.recovery.plan import DecodeOperation, ReadOperation, SlotReaders, TransferPlan, TransferSizes
 from reft.core.recovery.rebuild_plan import rebuild_plan
+from reft.core.recovery.replica_samples import are_mismatched, capsule_digests
 from reft.core.recovery.shard_matching import PieceSource, UnforeseenLeaves, leaves_elsewhere, pieces_of
 from reft.core.recovery.stripes import StripeSlice
 from reft.errors import AttachError, FormatError
@@ -75,6 +76,7 @@ class GatheredState:
         Raises:
             DamagedSlot: one is damaged.
             FormatError: the manifest contradicts itself.
+            AttachError: a rank is missing, or replicas differ.
         """
         layouts, index = layouts_of(state.manifest)
         by_layout = [{leaf.name: leaf for leaf in form.leaves()} for form in layouts.symbolic]
@@ -94,6 +96,7 @@ class GatheredState:
                     leaves_elsewhere(state.placement, rank, layout, names[0], by_layout[index[rank]], names[1])
                 )
             trees[rank], unforeseen[rank] = tree, UnforeseenLeaves(frozenset(tree["absent"]), others)
+        _refuse_mismatched(state, trees.values())
         return cls(state, trees, unforeseen, {rank: by_layout[at] for rank, at in enumerate(index)})
 
     def match(self, has_optimizer: bool, dtype: str = "") -> ExportMatch:
@@ -203,6 +206,23 @@ class GatheredState:
                     f"the decoded slot of rank {rank}, {self.state.version}, differs from what was saved.",
                     f"export another step; reft-cli list {self.state.manifest.job} shows them",
                 )
+
+
+def _refuse_mismatched(state: ExportState, trees: Iterable[Mapping[str, Any]]) -> None:
+    """Raises AttachError if ranks differed where each has only a part of what all should have.
+
+    The round never makes such a step whole. But slots of a step that it did not decide are sealed,
+    too, and their parts together would be a tensor that no rank ever had.
+    """
+    samples = [capsule_digests(tree) for tree in trees]
+    for data in state.earlier:
+        with suppress(FormatError):
+            samples.append(capsule_digests(capsule_format.decode(data)))
+    if are_mismatched(samples):
+        raise AttachError(
+            f"in {state.version} ranks hold different bytes where they should be replicas. Nobody knows which are right.",
+            "export an older step by --step; wrap the model in DDP, or attach with protect='none' if ranks shall differ",
+        )
 
 
 def _part(data: Bytes, begin: int, end: int) -> Bytes:

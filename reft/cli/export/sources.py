@@ -22,7 +22,7 @@ from reft.core.coding.placement import Placement
 from reft.core.commit.version import Version
 from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
 from reft.core.recovery.stripes import parity_number, slot_name
-from reft.errors import AttachError, FormatError
+from reft.errors import AttachError, FormatError, ReftError
 from reft.wire import messages, rpc
 from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import placement_of
@@ -47,6 +47,7 @@ class ExportState:
         capsules: old rank without a slot → its capsule.
         sections: those of them whose unreplicated leaves come from guard lanes.
         stored: old ranks whose slots are files of a checkpoint.
+        earlier: capsules of older steps of the same epoch that are left.
     """
 
     version: Version
@@ -55,6 +56,7 @@ class ExportState:
     capsules: Mapping[int, pb.CapsuleRecord] = field(default_factory=dict)
     sections: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
+    earlier: tuple[bytes, ...] = ()
 
     @cached_property
     def placement(self) -> Placement:
@@ -130,16 +132,20 @@ class MemorySource:
 
         sources: dict[int, HeldSlot] = {**plan.sources}
         sources |= {parity_number(placement, rank): held for rank, held in plan.parity.items()}
-        capsules = {}
-        for rank, held in plan.capsules.items():
-            request = pb.CapsuleRequest(
-                job=self.job, rank=rank, version=messages.version_to(version), node=nodes[held.node]
-            )
-            with self._errors((held.node, held.slot, version), f"the capsule of rank {rank}"):
-                capsules[rank] = pb_grpc.DaemonStub(channel).FetchCapsule(request, timeout=CALL_S)
+        def capsule(rank: int, which: Version, node: str, slot: str) -> pb.CapsuleRecord:
+            request = pb.CapsuleRequest(job=self.job, rank=rank, version=messages.version_to(which), node=nodes[node])
+            with self._errors((node, slot, which), f"the capsule of rank {rank}"):
+                record: pb.CapsuleRecord = pb_grpc.DaemonStub(channel).FetchCapsule(request, timeout=CALL_S)
+            return record
+
+        capsules = {rank: capsule(rank, version, held.node, held.slot) for rank, held in plan.capsules.items()}
+        earlier = []
+        for rank, which, node in ((rank, *each) for rank, held in plan.earlier.items() for each in held):
+            with contextlib.suppress(ReftError):  # what is left of older steps is evidence, no more
+                earlier.append(capsule(rank, which, node, "").capsule)
         return ExportState(
             version, manifest, {number: reader(number, held) for number, held in sources.items()}, capsules,
-            plan.sections, tuple(rank for rank, held in plan.sources.items() if held.is_stored),
+            plan.sections, tuple(rank for rank, held in plan.sources.items() if held.is_stored), tuple(earlier),
         )  # fmt: skip
 
     def _read(

@@ -16,7 +16,7 @@ import torch
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.decode import StripeDecoder
 from reft.client.restore.remote_slots import SlotOpener
-from reft.client.snapshot.replica_check import capsule_digests, earlier_digests
+from reft.client.snapshot.replica_check import earlier_digests
 from reft.client.state import serialization
 from reft.client.state.host_state import HostState
 from reft.client.state.tensors import TensorIndex
@@ -25,6 +25,7 @@ from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf
 from reft.core.recovery.plan import SlotReaders, TransferPlan
 from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
+from reft.core.recovery.replica_samples import capsule_digests
 from reft.core.recovery.stripes import parity_number, replay_number
 from reft.errors import FormatError
 from reft.failpoints import Failpoints

@@ -36,11 +36,11 @@ from reft.client.restore.slot_reader import AtChunk, SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
 from reft.client.restore.verify import PeerMessages, chunk_verifier
-from reft.client.snapshot.replica_check import are_mismatched
 from reft.console import say
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Leaf
 from reft.core.recovery.plan import TransferSizes
+from reft.core.recovery.replica_samples import are_mismatched
 from reft.core.recovery.shard_matching import PieceSource
 from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire.slot_format import Bytes, SlotMap

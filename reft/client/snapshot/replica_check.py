@@ -47,6 +47,7 @@ from reft.client.state.tensors import TensorIndex
 from reft.core.layout.cells import Division
 from reft.core.layout.layout import Leaf
 from reft.core.layout.stage_naming import CONSTANT
+from reft.core.recovery.replica_samples import capsule_digests
 from reft.core.text import counted
 from reft.errors import FormatError
 from reft.wire import capsule_format
@@ -127,11 +128,6 @@ def leaf_digests(sample: DigestSample, sums: Sequence[Bytes], leaves: Sequence[L
     }
 
 
-def capsule_digests(tree: Mapping[str, Any]) -> list[list[int]]:
-    """Returns the sample digests in a decoded capsule: [step, cell, digest] of each sample."""
-    return [[tree["step"], *pair] for pair in tree.get("compared", {}).items()]
-
-
 def earlier_digests(capsules: Iterable[bytes]) -> list[list[int]]:
     """Returns the sample digests in capsules of earlier steps; skips unreadable capsules."""
     samples = []
@@ -139,16 +135,6 @@ def earlier_digests(capsules: Iterable[bytes]) -> list[list[int]]:
         with contextlib.suppress(FormatError):
             samples += capsule_digests(capsule_format.decode(capsule))
     return samples
-
-
-def are_mismatched(ranks: Iterable[Iterable[Sequence[int]]]) -> bool:
-    """Tells whether ranks had different bytes where they should be replicas.
-
-    Args:
-        ranks: [step, cell, digest] of each sample, for each rank.
-    """
-    known: dict[tuple[int, int], int] = {}
-    return any(known.setdefault((step, cell), digest) != digest for each in ranks for step, cell, digest in each)
 
 
 def mismatch(division: Division, cells: Collection[int]) -> str:

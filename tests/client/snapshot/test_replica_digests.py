@@ -8,8 +8,6 @@ import pytest
 from reft.client.restore.remote_slots import RemoteSlots
 from reft.client.snapshot.replica_check import (
     WINDOW_BYTES,
-    are_mismatched,
-    capsule_digests,
     digest_of,
     earlier_digests,
     sample_sums,
@@ -18,6 +16,7 @@ from reft.client.snapshot.replica_check import (
 from reft.client.snapshot.save_plan import CellRuns, WriteItem
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import RecoveryPlan
+from reft.core.recovery.replica_samples import are_mismatched, capsule_digests
 from reft.errors import RestoreError
 from reft.wire import capsule_format as capsule
 from reft.wire.v1 import daemon_pb2 as pb
