@@ -24,6 +24,7 @@ from reft_daemon import __version__
 from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.pool import SparePool
 from reft_daemon.arena.shortage import take_all_descriptors
+from reft_daemon.arena.threads import begin_in_thread
 from reft_daemon.jobs.scrub import scrub_for_ever
 from reft_daemon.membership.retention import RetentionTimes
 from reft_daemon.peers.channels import PeerChannels
@@ -183,8 +184,8 @@ async def _refill_spare_files(pool: SparePool) -> None:
     while True:
         if pool.want.count:
             try:
-                await asyncio.to_thread(pool.refill)
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                await begin_in_thread(pool.refill)
+            except (OSError, RuntimeError, ReftError) as error:  # perhaps no thread can be started
                 log.error("spare files can't be made, slots are made without them: %s", error)
         await asyncio.sleep(SPARE_S)
 

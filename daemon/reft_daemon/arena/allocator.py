@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from reft.errors import AttachError
 from reft.wire.slot_format import Geometry
 from reft_daemon.arena.arena import Arena, SlotFile
+from reft_daemon.arena.threads import begin_in_thread
 
 T = TypeVar("T")
 
@@ -68,7 +69,11 @@ class SlotAllocator:
         files.
         """
         await self._arena.allocation_lock.acquire()
-        thread = asyncio.ensure_future(asyncio.to_thread(self._arena.create, self._job, rank, geometries, cpus))
+        try:
+            thread = begin_in_thread(self._arena.create, self._job, rank, geometries, cpus)
+        except AttachError:
+            self._arena.allocation_lock.release()
+            raise
         try:
             await asyncio.wait({thread})
         except asyncio.CancelledError:

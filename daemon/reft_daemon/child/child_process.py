@@ -51,7 +51,7 @@ class RunningProcess:
     Attributes:
         ready: the child's first message.
         waiting: command → its answer.
-        progress: command → bytes that it has moved.
+        progress: command → bytes that it has moved; a child may say 0 when it begins a command.
         known: what the daemon has told this process, by a key of the caller's.
     """
 
@@ -152,7 +152,8 @@ class ChildProcess:
 
     def _take(self, running: RunningProcess, message: ControlMessage, descriptors: Sequence[int]) -> None:
         if "moved" in message:
-            running.progress[message["moved"]] = running.progress.get(message["moved"], 0) + message["bytes"]
+            if message["moved"] in running.waiting:  # else its caller has forgotten it
+                running.progress[message["moved"]] = running.progress.get(message["moved"], 0) + message["bytes"]
             self.moved_bytes += message["bytes"]
         answer = running.waiting.pop(message.get("done", 0), None) if "done" in message else None
         if "ready" in message:

@@ -159,6 +159,8 @@ class PersistService:
 
     async def run(self) -> None:
         """Begins what is due, until it is cancelled. Without `--persist` nothing is."""
+        if self._persister is not None:
+            self._start(_look_at_storage(self._persister))
         while True:
             for job in list(self._jobs.values()):
                 try:
@@ -435,6 +437,17 @@ class PersistService:
 
         task.add_done_callback(note_end)
         return task
+
+
+async def _look_at_storage(persister: Persister) -> None:
+    """Says in the log if storage is not there. Else only a job's first checkpoint would say so."""
+    try:
+        await persister.look()
+    except StorageFailed as error:
+        log.error(
+            "no checkpoint can be written to %s now: %s\nFix: look whether it is mounted, and whether --persist names it",
+            persister.root, error.message,
+        )  # fmt: skip
 
 
 def refusal(job: JobRecord, settings: PersistSettings | None) -> str:

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from reft.core.commit.decision import Decision
@@ -32,6 +32,7 @@ from reft_daemon.persist.storage_root import AnyFolder
 
 log = logging.getLogger("reft.persister")
 THREADS: Final = 4
+CANCELLED: Final = "it was cancelled."
 TELL_BYTES: Final = 64 << 20  # between two news of a command
 Answer = tuple[dict[str, Any], list[int]]  # fields, and descriptors that the daemon gets
 
@@ -55,6 +56,7 @@ class StorageServer:
         self._key = key
         self._pool = ThreadPoolExecutor(THREADS, "reft-persist")
         self._cancelled: set[int] = set()
+        self._submitted: dict[int, tuple[Future[None], Sequence[int]]] = {}  # until they have ended
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -63,13 +65,31 @@ class StorageServer:
         while received := receive_message(self._channel):
             message, descriptors = received
             if message["do"] == "cancel":
-                self._cancelled.add(message["command"])
+                self._cancel(message["command"])
                 continue
-            self._pool.submit(self._answer, message, descriptors)
+            number = message["id"]
+            work = self._pool.submit(self._answer, message, descriptors)
+            self._submitted[number] = work, descriptors
+            work.add_done_callback(functools.partial(self._forget, number))
+
+    def _forget(self, number: int, _: Future[None]) -> None:
+        self._submitted.pop(number, None)
+
+    def _cancel(self, number: int) -> None:
+        """Ends a command at its next progress, or at once if no thread has begun it."""
+        self._cancelled.add(number)
+        work, descriptors = self._submitted.get(number, (None, ()))
+        if work is None or not work.cancel():
+            return
+        self._cancelled.discard(number)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._tell({"done": number, "error": CANCELLED, "damaged": False, "errno": 0})
 
     def _answer(self, message: ControlMessage, descriptors: Sequence[int]) -> None:
         act: Callable[[ControlMessage, Sequence[int]], Answer] = getattr(self, f"_{message['do']}")
         passed: list[int] = []
+        self._tell({"moved": message["id"], "bytes": 0})
         try:
             fields, passed = act(message, descriptors)
         except (ReftError, OSError) as error:
@@ -97,6 +117,10 @@ class StorageServer:
         return CheckpointStore(self._root, message["job"], self._key, functools.partial(self._note, message["id"]))
 
     # Commands
+
+    def _look(self, message: ControlMessage, _: Sequence[int]) -> Answer:
+        self._root.names()
+        return {}, []
 
     def _decide(self, message: ControlMessage, _: Sequence[int]) -> Answer:
         self._store(message).put_decision(message["lineage"], decision_of(message["decision"]))
@@ -209,7 +233,7 @@ class StorageServer:
     def _note(self, number: int, nbytes: int) -> None:
         """Tells that a command makes progress: without any for a while, this process is killed."""
         if number in self._cancelled:
-            raise Cancelled("it was cancelled.")
+            raise Cancelled(CANCELLED)
         self._tell({"moved": number, "bytes": nbytes})
 
 

@@ -1,7 +1,9 @@
 """The daemon's side of its persister: sends commands, and awaits their answers.
 
     daemon                                        persister (`persist/child.py`)
+      look    whether storage is there ──────►
       write   a node's slots, + descriptors ─►      node-<i>.<attempt>/…, index.json
+              ◄───────────────────────── moved      0 bytes: a thread has begun the command
               ◄───────────────────────── moved      bytes of a block, each time
       decide  the decision of an attach ─────►      DECISION-…
       commit  manifest as a memfd, decision ─►      MANIFEST.json
@@ -10,7 +12,8 @@
               ◄────────────────────────── done      each command, once
 
 A command that makes no progress for its patience is given up: the process is killed, and all its
-commands fail. A process that waits for storage in the kernel does not end then. It stays alone:
+commands fail. A command that still waits for a thread is not impatient: those that have the threads
+are watched. A process that waits for storage in the kernel does not end then. It stays alone:
 nothing waits for it, and each command fails at once until the process has ended.
 """
 
@@ -31,6 +34,7 @@ from reft.core.text import counted
 from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire import stored_format as stored
+from reft_daemon.arena.threads import begin_in_thread
 from reft_daemon.child.child_process import ChildGone, ChildProcess, RunningProcess, close_untaken
 from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage, fields_of, version_of
 from reft_daemon.persist.child import text_of
@@ -133,6 +137,14 @@ class Persister:
         """
         await self._call({"do": "decide", "job": job, "lineage": lineage, "decision": _hex(decision)}, STALL_S)
 
+    async def look(self) -> None:
+        """Looks whether storage can be listed.
+
+        Raises:
+            StorageFailed: it can't, or does not answer.
+        """
+        await self._call({"do": "look"}, STALL_S)
+
     async def newest(self, job: str, lineage: str) -> StoredStep | None:
         """Returns the checkpoint of a lineage that was completed last; None: there is none.
 
@@ -142,7 +154,7 @@ class Persister:
         answer = await self._call({"do": "list", "job": job}, STALL_S)
         (descriptor,) = answer["descriptors"]
         try:
-            lineages = json.loads(await asyncio.to_thread(text_of, descriptor))
+            lineages = json.loads(await begin_in_thread(text_of, descriptor))
         finally:
             os.close(descriptor)
         steps = [
@@ -161,7 +173,7 @@ class Persister:
         """
         descriptor = os.memfd_create("reft-manifest", os.MFD_CLOEXEC)
         try:
-            await asyncio.to_thread(_fill, descriptor, stored.encode_manifest(manifest))
+            await begin_in_thread(_fill, descriptor, stored.encode_manifest(manifest))
             message = {"do": "commit", "job": manifest.job, "decision": _hex(decision)}
             await self._call(message, COMMIT_S, [descriptor])
         finally:
@@ -253,6 +265,8 @@ class Persister:
                 moved, moved_s = now_moved, now_s
                 if note is not None:
                     note(moved)
+            elif number not in running.progress and running.progress:
+                moved_s = now_s
             elif now_s - moved_s > patience_s:
                 self.child.end(running)
                 await asyncio.wait({call})

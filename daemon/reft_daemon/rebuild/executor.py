@@ -18,6 +18,7 @@ from reft.core.recovery.stripes import StripeSlice
 from reft.core.recovery.walk import WalkPhase, walk
 from reft.errors import ConfigError
 from reft_daemon.arena.arena import SlotFile
+from reft_daemon.arena.threads import begin_in_thread
 
 T = TypeVar("T")
 ReadBytes = Callable[[int, int, Bytes], Awaitable[None]]
@@ -83,9 +84,10 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
 
     Raises:
         ConfigError: the function raised ValueError.
+        AttachError: no thread can be started now.
     """
     try:
-        return await run_to_end(asyncio.to_thread(function, *arguments))
+        return await run_to_end(begin_in_thread(function, *arguments))
     except ValueError as error:
         raise ConfigError(f"it can't be rebuilt: {str(error).rstrip('.')}.") from error
 

@@ -410,7 +410,7 @@ def resume(introduction: Introduction, snapshots: Snapshotter, is_closing: threa
             introduction.daemon.call("Pin", request)
             is_unheard = False
         except ReftError as error:
-            # A daemon with too many calls refuses as if it had no room. Any other error answers.
+            # A daemon with too many calls says that it has no room. Other errors are answers.
             is_unheard = isinstance(error, (DaemonUnavailable, NoRoom))
             log.warning("the daemon can't be told that the old layout goes on: %s", message(error))
         if is_unheard and is_closing.wait(pause_s):

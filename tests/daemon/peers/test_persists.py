@@ -48,6 +48,8 @@ class Storage:
     def __init__(self) -> None:
         self.done: list[tuple] = []
         self.failing: dict[str, str] = {}
+        self.root = "/storage"
+        self.looked = asyncio.Event()
         self.stored: StoredStep | None = None
         self.writing = asyncio.Event()
         self.writing.set()
@@ -56,6 +58,11 @@ class Storage:
         if name in self.failing:
             raise StorageFailed(self.failing[name])
         self.done.append((name, *facts))
+
+    async def look(self):
+        self.looked.set()
+        if "look" in self.failing:
+            raise StorageFailed(self.failing["look"])
 
     async def decide(self, job, lineage, decision):
         self._do("decide", decision.epoch.counter)
@@ -170,6 +177,17 @@ async def ended(service: PersistService, job: JobRecord) -> pb.PersistJobReply:
 
 def pinned(job: JobRecord) -> int:
     return job.round.outcome.pins.persist
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_storage_that_is_not_there_is_said_at_the_start(job, caplog, is_there):
+    async def act(service: PersistService, storage: Storage) -> None:
+        if not is_there:
+            storage.failing["look"] = "No such file or directory."
+        await storage.looked.wait()
+
+    running(job, act)
+    assert ("no checkpoint can be written to /storage now: No such file" in caplog.text) == (not is_there)
 
 
 def test_the_decision_goes_first_and_the_manifest_last(job):

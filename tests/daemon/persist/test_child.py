@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,12 +18,13 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch
 from reft.wire import messages
 from reft.wire import stored_format as stored
-from reft_daemon.child.control_channel import ControlMessage
+from reft_daemon.child.control_channel import ControlMessage, send_message
 from reft_daemon.persist import checkpoint_store
-from reft_daemon.persist.child import StorageServer, text_of
+from reft_daemon.persist.child import THREADS, StorageServer, text_of
 from reft_daemon.persist.storage_folder import StorageFolder
 from reft_daemon.persist.storage_root import AnyFolder
 from tests.daemon.persist.test_checkpoint_store import EPOCH, LINEAGE, VERSION, Slot, _manifest, _persist, _store
+from tests.support.daemons import until
 
 STEPS = (40, 41, 42)
 EPOCHS = (EPOCH, *(Epoch(counter, bytes(16)) for counter in range(2, 6)))
@@ -49,6 +51,7 @@ class HeardServer(StorageServer):
     Attributes:
         moved: numbers of the commands that have made progress, each time.
         texts: of the last answer's memfds.
+        told: all messages.
     """
 
     def __init__(self, root: StorageFolder) -> None:
@@ -56,8 +59,10 @@ class HeardServer(StorageServer):
         super().__init__(theirs, root)  # type: ignore[arg-type]
         self.moved: list[int] = []
         self.texts: list[bytes] = []
+        self.told: list[ControlMessage] = []
 
     def _tell(self, message: ControlMessage, descriptors: Sequence[int] = ()) -> None:
+        self.told.append(message)
         if "moved" in message:
             self.moved += [message["moved"]] * (message["bytes"] > 0)  # the daemon sees a changed sum
         else:
@@ -119,6 +124,36 @@ def test_cancelled_command_ends_at_the_next_text(server: HeardServer) -> None:
     server._cancelled.add(7)
     assert server.ask("list")["error"] == "it was cancelled."
     assert server._root.read_texts.total() == 1 and not server.moved  # type: ignore[union-attr]
+
+
+def test_command_that_no_thread_has_begun_is_cancelled_at_once(server: HeardServer) -> None:
+    """Else the daemon would wait for the long ones, and kill the process."""
+    gate, told = threading.Event(), server.told
+    acts: list[int] = []
+
+    def stand(message: ControlMessage, _: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
+        acts.append(message["id"])
+        gate.wait(30)
+        return {}, []
+
+    server._stand = stand  # type: ignore[attr-defined]
+    reading, writing = os.pipe()
+    serving = threading.Thread(target=server.run)
+    serving.start()
+    for number in range(1, THREADS + 2):
+        send_message(server._ours, {"do": "stand", "id": number}, [writing] if number > THREADS else [])
+    os.close(writing)
+    until(lambda: len(acts) == THREADS, what="a command in each thread")
+    assert sorted(each["moved"] for each in told[1:] if each["bytes"] == 0) == list(range(1, THREADS + 1))
+    send_message(server._ours, {"do": "cancel", "command": THREADS + 1})
+    until(lambda: told[-1].get("done") == THREADS + 1, what="the answer")
+    assert told[-1]["error"] == "it was cancelled." and os.read(reading, 1) == b"", "its descriptor is closed"
+    os.close(reading)
+    gate.set()
+    server._ours.shutdown(socket.SHUT_WR)
+    serving.join(30)
+    server._pool.shutdown()
+    assert sorted(acts) == list(range(1, THREADS + 1)) and not server._submitted
 
 
 def test_cancelled_commit_does_not_wait_for_an_index(server: HeardServer, monkeypatch: pytest.MonkeyPatch) -> None:

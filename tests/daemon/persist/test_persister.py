@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,10 +16,13 @@ import pytest
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
 from reft_daemon.child import child_process
+from reft_daemon.child.child_process import ChildProcess, RunningProcess
+from reft_daemon.child.control_channel import receive_message, send_message
 from reft_daemon.persist import persister
 from reft_daemon.persist.__main__ import OOM_SCORE
 from reft_daemon.persist.persister import Persister, StorageFailed
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource
+from tests.daemon.child.test_child_process import with_child
 from tests.daemon.persist.test_checkpoint_store import LINEAGE, Slot
 
 DECISION = Decision(Epoch(1, bytes(16)), None)
@@ -56,6 +60,41 @@ def test_a_command_without_progress_is_given_up_and_the_next_one_has_a_new_proce
         assert each.child.running.process.pid != stopped.pid
 
     with_persister(tmp_path, act)
+
+
+def test_a_command_that_waits_for_a_thread_is_not_given_up(monkeypatch):
+    """Others have all threads. Once it has one, it is watched as they are."""
+    now, looks = [0.0], [0]
+
+    def monotonic() -> float:
+        looks[0] += 1
+        now[0] += 1.0
+        return now[0]
+
+    async def act(child: ChildProcess, running: RunningProcess, theirs: socket.socket) -> None:
+        running.ready.set_result({"ready": True})
+        each = Persister("/storage")
+        each.child = child
+        long = asyncio.ensure_future(each.ask({"do": "prune"}, 1e9))
+        begun = (await asyncio.to_thread(receive_message, theirs))[0]["id"]
+        send_message(theirs, {"moved": begun, "bytes": 0})
+        while begun not in running.progress:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        queued = asyncio.ensure_future(each.ask({"do": "list"}, 10.0))
+        number = (await asyncio.to_thread(receive_message, theirs))[0]["id"]
+        first = looks[0]
+        while looks[0] < first + 100 and not queued.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert not queued.done()
+        send_message(theirs, {"moved": number, "bytes": 0})
+        with pytest.raises(StorageFailed, match="takes nothing for 10 s"):
+            await queued
+        with pytest.raises(StorageFailed, match="ended before it answered"):
+            await long
+
+    monkeypatch.setattr(persister, "LOOK_S", 0.001)
+    monkeypatch.setattr(persister, "time", SimpleNamespace(monotonic=monotonic))
+    with_child(act)
 
 
 def score_of(pid: int) -> int:
@@ -118,6 +157,18 @@ def test_the_bytes_of_a_write_are_noted_and_a_cancelled_write_leaves_no_index(tm
             await each.write("job", LINEAGE, version, (1, 7), [source] * 65, noted.append)
 
     with_persister(tmp_path, act)
+
+
+def test_storage_that_is_not_there_is_found_without_a_job(tmp_path):
+    async def find(each: Persister) -> None:
+        await each.look()
+
+    async def miss(each: Persister) -> None:
+        with pytest.raises(StorageFailed, match="No such file or directory"):
+            await each.look()
+
+    with_persister(tmp_path, find)
+    with_persister(tmp_path / "nosuch", miss)
 
 
 def test_decisions_commits_and_retention_go_through_the_process(tmp_path):
