@@ -123,6 +123,13 @@ class Session:
             UnsupportedState: at the first mark, if `reft.Values` have a value that can't be held.
         """
         self._check_process()
+        if self._window.is_capturing():
+            log.warning(
+                "rank %d: session.step_end() is captured in a CUDA graph, where it marks nothing, and replays do not call it. "
+                "Call it after each replay.",
+                self._window.rank,
+            )
+            return
         if not self._window.is_marked:
             self.begin_marking()
         if self._window.step == self._window.start:

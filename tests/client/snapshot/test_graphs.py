@@ -125,6 +125,20 @@ def test_captured_calls_of_the_optimizer_count_no_steps(attach, device):
     assert session.step == 3
 
 
+def test_a_captured_mark_counts_nothing_and_enters_no_graph(attach, device, caplog):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    step_once(model, optimizer)
+    session.step_end()
+    step_once(model, optimizer)
+    device.captures, calls = True, len(device.order)
+    session.step_end()
+    device.captures = False
+    assert session.step == 1 and len(device.order) == calls and "Call it after each replay" in caplog.text
+    session.step_end()
+    assert session.seal(timeout=60).step == 2
+
+
 @pytest.mark.parametrize("is_capturable", [False, True])
 def test_an_optimizer_that_never_calls_hooks_is_fenced_at_each_mark(attach, device, is_capturable):
     """Its step was captured before attach. SGD has no group with `capturable`."""
