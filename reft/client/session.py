@@ -11,6 +11,7 @@ or if another optimizer has stepped (`reft.client.schedule.foreign_optimizers`).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from reft.client.rehearsal.recorder import RehearsalRecorder
 
 log = logging.getLogger("reft")
+EXIT_WAIT_S = 60.0  # a device that hangs must not keep the process
 
 
 class Session:
@@ -123,7 +126,9 @@ class Session:
         self._check_process()
         if self._window.is_capturing():
             log.warning(
-                "a mark within the capture of a CUDA graph counts no step: mark after each replay of the graph."
+                "rank %d: session.step_end() is captured in a CUDA graph, where it marks nothing, and replays do not call it. "
+                "Call it after each replay.",
+                self._window.rank,
             )
             return
         if not self._window.is_marked:
@@ -353,6 +358,11 @@ def _finish_at_exit(reference: weakref.ref[Session]) -> None:
     if session is None or session._pid != os.getpid():
         return
     session._window.close()
+    if session._window.snapshots is not None:
+        # torch ends the process with SIGABRT if a thread returns from a wait for a device while the
+        # interpreter ends. On a device the fence does not wait for the copies.
+        with contextlib.suppress(FutureTimeout):
+            session._window.snapshots.thread.idle().result(EXIT_WAIT_S)
     if session._window.snapshots is not None and getattr(sys, "last_value", None) is None:
         session._window.end_reviews()
         # A script that ends without an error need not close its session. Without this release the

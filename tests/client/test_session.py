@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -393,6 +394,18 @@ def test_the_exit_of_a_script_releases_its_session_only_after_success(attach, sh
     _finish_at_exit(weakref.ref(session))
     job = session._window.snapshots.reporter.facts.job
     assert shared_daemon.status(job).ranks[0].closed is (error is None)
+
+
+def test_the_exit_of_a_script_waits_for_the_snapshot_under_way(attach, monkeypatch):
+    """A thread that waits for a device while the interpreter ends would abort the process."""
+    session, order, asked = attach(*make()), [], threading.Event()
+    thread = session._window.snapshots.thread
+    idle = thread.idle
+    monkeypatch.setattr(thread, "idle", lambda: asked.set() or idle())
+    thread._thread.submit(lambda: asked.wait(20) and order.append("snapshot"))
+    _finish_at_exit(weakref.ref(session))
+    assert order == ["snapshot"]
+    asked.set()  # or the session could not be closed
 
 
 def test_calls_before_the_first_mark_do_not_replace_a_marked_version(attach):

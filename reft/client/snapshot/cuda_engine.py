@@ -360,8 +360,16 @@ class _CudaCopy:
             with torch.no_grad(), self._device.on_side() if on_side else contextlib.nullcontext():
                 enqueue()
         except Exception as error:
-            self._error = error
+            # Its frames refer to this object, and to memory of the device: nothing but Python's
+            # garbage collection, which trainings turn off, would free both.
+            self._error = error.with_traceback(None)
             self.todo.clear()
+
+    def _take_error(self) -> Exception:
+        """Returns the error, and forgets it: once raised, it refers to this object again."""
+        error, self._error = self._error, None
+        assert error is not None
+        return error
 
     def _bytes_by_tier(self, tasks: Sequence[int], tier: Tier) -> list[int]:
         written = sum(self._transfers.written[task] for task in tasks)
@@ -422,7 +430,7 @@ class _CudaCopy:
         self._is_enqueued.wait()
         self._device.host_waits(self._done)
         if self._error is not None:
-            raise self._error
+            raise self._take_error()
         memory, data = self._host_copy.numpy(), slot.data
         for begin, size, offset in transfers.late:
             np.copyto(data[offset : offset + size], memory[begin : begin + size])

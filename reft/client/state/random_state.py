@@ -65,6 +65,8 @@ def restore(saved: Mapping[str, Any]) -> None:
     random.setstate((kind, tuple(int(key) for key in keys), gauss))
     np.random.set_state(tuple(saved["numpy"]))
     torch.set_rng_state(from_plain(saved["cpu"]))
+    if saved["cuda"] and torch.cuda.is_available():
+        torch.cuda.init()  # the first use of CUDA may come later than attach, as it did before
     generators = _cuda_generators()
     if saved["cuda"] and len(generators) != len(saved["cuda"]):
         raise RestoreError(

@@ -11,8 +11,10 @@ as possible. With a GPU it also runs on CUDA.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import threading
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -415,6 +417,22 @@ def test_the_fence_opens_when_the_next_event_is_asked_for(engine):
     events.close()
     fence.join(20)
     assert not fence.is_alive()
+
+
+def test_on_cuda_a_failed_snapshot_frees_its_memory_at_once(monkeypatch):
+    """Trainings turn Python's garbage collection off, and the device may be full."""
+    copy_engine, taken = CudaCopyEngine(Inline()), Taken(tensors_on("cpu"), set())
+    monkeypatch.setattr(taken, "at_chunk", lambda index: throw(torch.OutOfMemoryError()))
+    gc.disable()
+    try:
+        copy = copy_engine.begin(taken.order, taken.slot)
+        copy_engine.fence()
+        with pytest.raises(torch.OutOfMemoryError):
+            next(copy.events(taken.slot))
+        is_freed, copy = weakref.ref(copy), None
+        assert is_freed() is None
+    finally:
+        gc.enable()
 
 
 def test_a_copy_that_gets_no_slot_opens_the_fence():

@@ -178,7 +178,7 @@ def test_a_mark_within_a_capture_counts_nothing_and_leaves_the_graph_alone(attac
     session.step_end()
     device.captures = False
     assert device.order == [] and session.step == steps_before
-    assert "mark after each replay" in caplog.text
+    assert "Call it after each replay" in caplog.text
     for step in range(3):
         step_once(model, optimizer)
         session.step_end()
