@@ -22,7 +22,9 @@ from tests.support.daemons import Site, until, vanish
 pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
 
 
-@pytest.mark.parametrize(("tolerate", "lost"), [(1, [1]), (2, [0, 2])], ids=["one", "two of three"])
+@pytest.mark.parametrize(
+    ("tolerate", "lost"), [(1, [1]), pytest.param(2, [0, 2], marks=pytest.mark.slow)], ids=["one", "two of three"]
+)
 def test_lost_nodes_take_a_job_of_torchs_zero_back_to_the_protected_step(tolerate, lost, plain, site: Site, tmp_path):
     example = Example("zero1", 3, 1, True, steps=24)
     nodes = [site.add(1, "--node", f"node-{i}")[0] for i in range(example.nodes)]

@@ -45,7 +45,7 @@ class Scenario:
 
 
 SCENARIOS = [
-    pytest.param(Scenario(240, 2), id="240 steps"),
+    pytest.param(Scenario(160, 2), id="160 steps"),
     pytest.param(Scenario(1600, 4), id="1600 steps", marks=[pytest.mark.soak, pytest.mark.timeout(900)]),
 ]
 
