@@ -216,7 +216,7 @@ def test_weights_alone_in_another_dtype_and_in_several_files(site: Site, tmp_pat
 
 
 def test_replicas_that_differ_are_never_mixed(site: Site, tmp_path: Path) -> None:
-    """Both ranks have sealed the step, which never became whole: each has a half of its own bytes."""
+    """Both ranks have sealed the step, which never became whole: each has half of its own bytes."""
     (node,) = site.add(1)
     ranks = Trainers(Spec(node.address, steps=1, options={"apart": True, "seal_s": 2}), 2)
     assert ranks.wait() == [0, 0], ranks.errors()[-3000:]

@@ -13,16 +13,17 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
-
-from google.protobuf.message import Message
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from reft.client.link.rank_group import RankGroup, bytes_of, text_of
 from reft.errors import AttachError, FormatError
 
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
 Record = TypeVar("Record")
 Kept = TypeVar("Kept")
-Reply = TypeVar("Reply", bound=Message)
+Reply = TypeVar("Reply", bound="Message")
 PLAIN = (bool, int, str, NoneType)
 
 
