@@ -429,7 +429,7 @@ def list_held(what: str, persist_key_file: Path | None, as_json: bool, daemon: s
     JOB asks this node's daemon: memory of all nodes of JOB, and its storage. DIR (with a slash) or
     URL (s3://…) is read without a daemon: all jobs there.
     """
-    with failing(as_json):
+    with failing(as_json), unwinding():
         rows = (
             storage.rows_of_folder(storage.root_of(what), persist_key_file)
             if "/" in what

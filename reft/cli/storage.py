@@ -190,7 +190,10 @@ def start_audit(
     command += ["--key-file", str(key_file.absolute())] if key_file else []
     # The path is this process's own: the program must be of the same reft.
     environment = child_environment(PYTHONPATH=os.pathsep.join(os.path.abspath(each) for each in sys.path if each))
-    return subprocess.Popen([*command, *more], stdin=stdin, stdout=subprocess.PIPE, env=environment)
+    # In a session of its own: Ctrl-C is for this process, which ends that one without a traceback.
+    return subprocess.Popen(
+        [*command, *more], stdin=stdin, stdout=subprocess.PIPE, env=environment, start_new_session=True
+    )
 
 
 def lines_of(job: str, rows: Sequence[HeldEntry]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from reft.cli.main import main
+from reft.cli.storage import start_audit
 from reft.wire.slot_format import read_head
 from tests.support.daemons import DaemonProcess
 from tests.support.stored import persist, record_of
@@ -19,6 +21,13 @@ from tests.support.trainers import Spec, Trainers
 
 def invoke(*arguments: str, daemon: str = "") -> Any:
     return CliRunner().invoke(main, list(arguments), env={"REFT_DAEMON": daemon}, catch_exceptions=False)
+
+
+def test_ctrl_c_does_not_reach_the_program_that_reads_storage(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole group, and that program would show a traceback."""
+    with start_audit("list", str(tmp_path), "") as process:
+        assert os.getpgid(process.pid) == process.pid != os.getpgrp()
+        process.kill()
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import reft
 from reft.cli.export import gathered, start
 from reft.cli.export.command import ExportCommand
 from reft.cli.export.start import export_source
@@ -66,10 +67,18 @@ def test_whole_tensors_come_from_any_sharding(site: Site, tmp_path: Path, kind: 
         assert exported.digests(exported.loaded(tmp_path / "dcp2")) == expected
 
 
-def test_lost_nodes_are_decoded(site: Site, tmp_path: Path) -> None:
+def test_lost_nodes_are_decoded(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
     nodes = site.add(4)
     expected = trained(nodes, "hsdp2x2", tmp_path)
     vanish(nodes[1])
+    with monkeypatch.context() as disk:  # a write through a mapping without a block kills the process
+        disk.setattr(gathered, "reserve_blocks", full)
+        with export_source("job", lambda: nodes[0].address, -1, "") as source, pytest.raises(OSError, match="No space"):
+            ExportCommand(source, tmp_path / "none").run()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["dcp"]
     export(nodes[0], "job", tmp_path / "out")
     assert exported.digests(exported.safetensors(tmp_path / "out")) == expected
 
@@ -125,6 +134,33 @@ def test_damaged_chunk_comes_from_another_node_or_nothing_is_written(site: Site,
     refused = export(nodes[0], "job", tmp_path / "none", fails=True)
     assert "can't be" in refused.output + refused.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["dcp", "out"]
+
+
+def emptied(daemon: str) -> list[Any]:
+    """Attaches a model with tensors without elements and trains a step; returns its state dicts."""
+    model = torch.nn.Linear(4, 2)
+    model.none = torch.nn.Parameter(torch.empty(0, 5))
+    model.register_buffer("nothing", torch.empty(0, dtype=torch.int64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with reft.attach(model, optimizer, job="job", daemon=daemon) as session:
+        (model(torch.ones(3, 4)).sum() + model.none.sum()).backward()
+        optimizer.step()
+        session.step_end()
+        assert session.seal(60).whole
+    return [model.state_dict(), optimizer.state_dict()["state"]]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_tensors_without_elements_are_exported(site: Site, tmp_path: Path, form: str) -> None:
+    (node,) = site.add(1)
+    weights, moments = emptied(node.address)
+    until(lambda: not any(rank.alive for rank in node.status("job").ranks), what="the session's end")
+    export(node, "job", tmp_path / "out", "--format", form)
+    found = (exported.loaded if form == "dcp" else exported.safetensors)(tmp_path / "out")
+    names = ["weight", "bias", "none"]
+    expected = {f"model.{name}": each for name, each in weights.items()}
+    expected |= {f"optimizer.state.{names[i]}.{key}": each for i, own in moments.items() for key, each in own.items()}
+    assert exported.digests(found) == exported.digests(expected)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +252,7 @@ def test_weights_alone_in_another_dtype_and_in_several_files(site: Site, tmp_pat
 
 
 def test_replicas_that_differ_are_never_mixed(site: Site, tmp_path: Path) -> None:
-    """Both ranks have sealed the step, which never became whole: each has half of its own bytes."""
+    """Both ranks sealed the step, which never became whole: each slot has a half of its own."""
     (node,) = site.add(1)
     ranks = Trainers(Spec(node.address, steps=1, options={"apart": True, "seal_s": 2}), 2)
     assert ranks.wait() == [0, 0], ranks.errors()[-3000:]

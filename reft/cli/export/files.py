@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from reft.config import child_environment
+from reft.core.budget import format_bytes
 from reft.core.recovery.export_match import ExportTensor
 from reft.errors import AttachError, ConfigError, UnsupportedState
 
@@ -101,11 +102,25 @@ def reserve(path: Path, head: bytes, nbytes: int) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)
+            reserve_blocks(descriptor, nbytes)
         if os.pwrite(descriptor, head, 0) != len(head):
             raise OSError(f"{path} took a part of {len(head)} bytes")
     finally:
         os.close(descriptor)
+
+
+def reserve_blocks(descriptor: int, nbytes: int) -> None:
+    """Gives an open file `nbytes` of blocks. Without them a write through a mapping is a SIGBUS.
+
+    Raises:
+        OSError: the file system has no room; the message says how much there is.
+    """
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        free = os.fstatvfs(descriptor)
+        room = f"a file of the export takes {format_bytes(nbytes)}, and {format_bytes(free.f_bavail * free.f_frsize)} are free"
+        raise OSError(error.errno, f"{error.strerror}: {room}. Free some, or name another --to") from error
 
 
 def nbytes_of(tensor: ExportTensor) -> int:

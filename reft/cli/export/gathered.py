@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from reft.cli.export.files import reserve_blocks
 from reft.cli.export.sources import ExportState
 from reft.core.layout.layout import Leaf
 from reft.core.layout.regions import ByteRuns
@@ -102,9 +103,18 @@ class GatheredState:
     def match(self, has_optimizer: bool, dtype: str = "") -> ExportMatch:
         """Returns the tensors of the export; see `match_export`."""
         pieces, problems = pieces_of(self.state.placement, lambda rank: self.leaves[rank], self.unforeseen)
-        found = match_export(pieces, has_optimizer, dtype)
+        found = match_export(pieces, has_optimizer, dtype, self._empty())
         found.problems += problems
         return found
+
+    def _empty(self) -> Iterator[Leaf]:
+        """Yields the tensors without elements: no slot has bytes of them, a state dict has them."""
+        for rank, leaves in self.leaves.items():
+            own = self.unforeseen[rank]
+            foreseen = (leaf for name, leaf in leaves.items() if name not in own.missing)
+            for leaf in (*foreseen, *(leaf for leaf, _ in own.others)):
+                if 0 in leaf.global_shape:
+                    yield leaf
 
     def blocks(self, match: ExportMatch, scratch: Path) -> Iterator[GatheredBlock]:
         """Yields the bytes of the tensors.
@@ -116,6 +126,7 @@ class GatheredState:
         Raises:
             DamagedSlot: a source is damaged.
             AttachError: decoded bytes differ from what was saved.
+            OSError: the file system of `scratch` has no room for them.
         """
         state = self.state
         with self._readers(match, scratch) as readers:
@@ -166,7 +177,7 @@ class GatheredState:
             for rank in sorted(state.capsules):
                 offsets[rank] = end
                 end += state.placement.rank_placement(rank).data_bytes
-            file.truncate(max(end, 1))
+            reserve_blocks(file.fileno(), max(end, 1))
             memory = np.memmap(file, np.uint8, "r+")
             made = {
                 rank: memory[at : at + state.placement.rank_placement(rank).data_bytes] for rank, at in offsets.items()

@@ -61,6 +61,16 @@ def test_two_models_keep_their_numbers_only_if_names_clash() -> None:
     assert names(match_export([*apart, piece("model.1.a", (2,))], True)) == ["0.a", "1.a", "1.b"]
 
 
+def test_tensors_without_elements_are_there() -> None:
+    """A state dict has them, so a strict load wants them."""
+    empty = [piece(name, (0, 5)).leaf for name in ("model.0.none", "optimizer.0.exp_avg.model.0.none")]
+    match = match_export([piece("model.0.w", (4,))], True, "bfloat16", empty)
+    assert [(each.name, each.shape, each.leaf.nbytes) for each in match.tensors] == [
+        ("none", (0, 5), 0), ("w", (4,), 16), ("state.none.exp_avg", (0, 5), 0),
+    ]  # fmt: skip
+    assert [need.name for need in match.needs] == ["model.0.w"] and not match.problems and not match.notes
+
+
 def test_temporary_buffers_are_left_out() -> None:
     held = [piece("model.0.a", (2,)), piece("model.0.mask[pp 0 of 2]", (2,), form=ModelForm(None, True).text())]
     match = match_export(held, True)
