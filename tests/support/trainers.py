@@ -29,6 +29,9 @@ FORKS.set_forkserver_preload(
         "torch",
         "torch.distributed",
         "torch.distributed.run",
+        "torch.distributed.optim",  # with torch.jit: a third of a second in each rank of ZeRO-1
+        "torch.distributed.pipelining",
+        "torch.distributed.checkpoint.state_dict",
         "reft.client.attach.api",
         "reft.elastic.handler",
         "tests.support.train_mlp",
