@@ -80,9 +80,9 @@ def gather(
 def gather_replies(
     rank_group: RankGroup, asks: bool, ask: Callable[[], Reply], kind: type[Reply], extra_s: float = 0.0
 ) -> list[Reply]:
-    """Runs `ask` on the ranks that shall ask; returns the reply of each rank, or an empty one.
+    """Runs `ask` on some ranks; returns the reply of each rank.
 
-    See `share`; `kind` is the class of the replies.
+    It is empty for a rank that does not ask. See `share`; `kind` is the class of the replies.
     """
 
     def message() -> RankMessage:
