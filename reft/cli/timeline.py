@@ -36,9 +36,7 @@ def collect(address: str, job: str, rank: int | None) -> CollectedTraces:
     """
     status, node = job_status(address, job, deep=False)
     trainers = [
-        trainer
-        for trainer in status.ranks
-        if trainer.node == node and trainer.alive and rank in (None, trainer.rank)
+        trainer for trainer in status.ranks if trainer.node == node and trainer.alive and rank in (None, trainer.rank)
     ]
     if not trainers:
         where = f"on node {node} now"

@@ -132,6 +132,7 @@ class MemorySource:
 
         sources: dict[int, HeldSlot] = {**plan.sources}
         sources |= {parity_number(placement, rank): held for rank, held in plan.parity.items()}
+
         def capsule(rank: int, which: Version, node: str, slot: str) -> pb.CapsuleRecord:
             request = pb.CapsuleRequest(job=self.job, rank=rank, version=messages.version_to(which), node=nodes[node])
             with self._errors((node, slot, which), f"the capsule of rank {rank}"):
