@@ -129,10 +129,7 @@ def test_damaged_chunk_comes_from_another_node_or_nothing_is_written(site: Site,
     expected = trained(nodes, "ddp", tmp_path)
     flip(nodes[1])
     said = export(nodes[0], "job", tmp_path / "out").output
-    assert (
-        exported.digests(exported.safetensors(tmp_path / "out")) == expected
-        and "damaged, not used" in said
-    )
+    assert exported.digests(exported.safetensors(tmp_path / "out")) == expected and "damaged, not used" in said
     flip(nodes[0])
     refused = export(nodes[0], "job", tmp_path / "none", fails=True)
     assert "can't be" in refused.output + refused.stderr
