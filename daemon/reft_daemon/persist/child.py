@@ -76,7 +76,7 @@ class StorageServer:
         self._submitted.pop(number, None)
 
     def _cancel(self, number: int) -> None:
-        """Ends a command at its next progress, or at once if no thread has begun it."""
+        """Ends a command at its next progress; at once if no thread has it."""
         self._cancelled.add(number)
         work, descriptors = self._submitted.get(number, (None, ()))
         if work is None or not work.cancel():
