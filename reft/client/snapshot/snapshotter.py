@@ -185,7 +185,7 @@ class Snapshotter:
 
     @property
     def open_guard(self) -> WriteGuard | None:
-        """The guard of the snapshot that may read the live state; None if there is none."""
+        """The guard of the snapshot that may read the live state, or None."""
         return self._open.guard if self._open else None
 
     def discard(self, until: int) -> None:
