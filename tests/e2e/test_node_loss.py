@@ -107,8 +107,8 @@ def lose_at(nodes: Nodes, moment: Moment) -> tuple[float, int]:
     whole = 0
     if moment.in_restore:
         nodes.await_step(moment.step)
+        nodes.kill_ranks((moment.rank + 1) % nodes.world)  # at once: a question takes seconds on busy cores
         whole = nodes.whole(job)[1]
-        nodes.kill_ranks((moment.rank + 1) % nodes.world)
     node = nodes.await_stop()
     whole = whole or nodes.whole(job)[1]
     nodes.note(f"step {whole} is whole")
