@@ -8,11 +8,10 @@ import pickletools
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from reft.client.restore.materialize import live_tensors
 from reft.client.state.extract.dtensor import Region
-from reft.client.state.extract.foreseen import IN_PLACE, can_foresee
+from reft.client.state.extract.foreseen import can_foresee
 from reft.client.state.extract.state_forms import DTensorWrapper, EntryWrapper, StateForm, SubclassWrapper, assemble
 from reft.client.state.inner_tensors import inner_region
 from reft.client.state.parameters import NamedParameter
@@ -86,27 +85,6 @@ def test_only_the_steps_of_torch_itself_are_foreseen():
     assert tracked.predict(tracked.names()) == []
     assert not can_foresee(optimizer) and not can_foresee(Derived(model.parameters()))
     assert can_foresee(torch.optim.AdamW(model.parameters())) and can_foresee(torch.optim.LBFGS(model.parameters()))
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD])
-def test_no_arithmetic_in_place_is_done_to_foresee_state(kind):
-    """Most of it compares shapes in Python, which took half of the time."""
-    calls = []
-
-    class Calls(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if args and getattr(args[0], "is_meta", False):  # the counter `step` lies on the CPU
-                calls.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
-    model = nn.Linear(4, 4)
-    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    tracked = TrackedObjects({"model.0": model}, [kind(model.parameters(), lr=0.1, **options)], {})
-    with Calls():
-        foreseen = [leaf.name for leaf in tracked.predict(tracked.names())]
-    assert calls and not IN_PLACE.intersection(calls)
-    step_once(model, tracked.optimizers[0])
-    assert foreseen and {*foreseen} <= {*tracked.bind().tensors}
 
 
 @pytest.mark.parametrize("kind", [Shampoo, Lion8, torch.optim.Adafactor])

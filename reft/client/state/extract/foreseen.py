@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from reft.client.state.extract.dtensor import like
 from reft.client.state.inner_tensors import has_inner_tensors
@@ -30,8 +29,6 @@ from reft.client.state.parameters import NamedParameter
 
 # Options that select a kernel, not a result. Some refuse `meta`.
 KERNEL_CHOICES = ("foreach", "fused", "capturable")
-# Arithmetic in place. On `meta` torch only compares shapes, for some of these in Python.
-IN_PLACE = frozenset({"add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_"})
 
 
 class ForeseenState(NamedTuple):
@@ -39,15 +36,6 @@ class ForeseenState(NamedTuple):
 
     parameter: NamedParameter
     values: Mapping[str, Any]
-
-
-class _SkippingMode(TorchFunctionMode):
-    """Skips arithmetic in place on `meta`: it changes nothing, and is most of the step's time."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in IN_PLACE and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def can_foresee(optimizer: torch.optim.Optimizer) -> bool:
@@ -119,7 +107,7 @@ def _state_after_step(
     double.state, double.param_groups = defaultdict(dict), groups
     generator = torch.get_rng_state()
     # Any error of an optimizer will show up in its first real step.
-    with torch.no_grad(), _SkippingMode(), contextlib.suppress(Exception):
+    with torch.no_grad(), contextlib.suppress(Exception):
         inspect.unwrap(type(optimizer).step)(double)
     torch.set_rng_state(generator)
     return double.state
