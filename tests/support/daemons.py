@@ -112,7 +112,7 @@ class DaemonProcess:
 
     def answers(self) -> bool:
         try:
-            self.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL), timeout=1)
+            self.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL), timeout=10)
             return True
         except Exception:
             return False
