@@ -220,7 +220,7 @@ class GatheredState:
 
 
 def _refuse_mismatched(state: ExportState, trees: Iterable[Mapping[str, Any]]) -> None:
-    """Raises AttachError if ranks differed where each has only a part of what all should have.
+    """Raises AttachError if ranks differed where they should be replicas.
 
     The round never makes such a step whole. But slots of a step that it did not decide are sealed,
     too, and their parts together would be a tensor that no rank ever had.
