@@ -20,6 +20,7 @@ from reft.errors import AttachError, FormatError, NoRoom
 from reft.wire import messages
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import allocator
 from reft_daemon.arena import arena as arena_module
 from reft_daemon.arena.arena import Arena
 from reft_daemon.jobs import leasing, persistence, rounds, slot_reads, trainers
@@ -198,24 +199,24 @@ def job_of(arena: Arena, name: str = "job") -> JobRecord:
 
 
 def test_two_leases_at_once_do_not_take_the_same_memory(arena, monkeypatch):
-    to_thread, makers = asyncio.to_thread, []
+    begin, makers = allocator.begin_in_thread, []
 
     def counted(*arguments: object) -> object:
         makers.append(arguments)
-        return to_thread(*arguments)
+        return begin(*arguments)
 
     async def run() -> None:
         checked, goes_on = threading.Event(), threading.Event()
         check = arena.check_room
         monkeypatch.setattr(arena, "check_room", lambda *need: (check(*need), checked.set(), goes_on.wait(20)))
-        monkeypatch.setattr(asyncio, "to_thread", counted)
+        monkeypatch.setattr(allocator, "begin_in_thread", counted)
         request = lease_request(1)
         request.data_bytes, request.chunk_bytes = 16 << 20, 256 << 10
         leases = [
             asyncio.ensure_future(leasing.lease(job_of(arena, name), request, caller_process(os.getpid())))
             for name in ("one", "other")
         ]
-        await to_thread(checked.wait, 20)
+        await asyncio.to_thread(checked.wait, 20)
         assert len(makers) == 1, "no other request checks for memory before the first one has taken it"
         goes_on.set()
         found = await asyncio.gather(*leases, return_exceptions=True)
