@@ -42,6 +42,8 @@ OTHERS = {
     "in_order": "torch.utils.data.DataLoader",
     "dispatch_batches": "accelerate.utils.DataLoaderConfiguration",
     "use_stateful_dataloader": "accelerate.utils.DataLoaderConfiguration",
+    "storage": "reft.integrations.torchtitan.ReftCheckpointManager.Config",
+    "enable": "torchtitan.components.checkpoint.CheckpointManager.Config",
 }
 
 
