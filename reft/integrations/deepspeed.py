@@ -23,7 +23,7 @@ from reft.console import say
 CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
-class RandomStates:
+class TrackerStates:
     """The states of DeepSpeed's random tracker, as an object for `reft.attach(state=...)`.
 
     Dropout draws from them in the regions that a model forks, as Megatron-DeepSpeed's does.
@@ -48,11 +48,11 @@ class RandomStates:
         self.load_state_dict(held[0])
 
 
-def tracked_states() -> RandomStates | None:
+def tracked_states() -> TrackerStates | None:
     """Returns the states of the random tracker; None if the script has seeded none."""
     checkpointing = sys.modules.get(CHECKPOINTING)
     tracker = checkpointing.get_cuda_rng_tracker() if checkpointing is not None else None
-    return RandomStates(tracker) if tracker is not None and tracker.get_states() else None
+    return TrackerStates(tracker) if tracker is not None and tracker.get_states() else None
 
 
 def attach(engine: Any, *, state: Mapping[str, Any] | None = None, **options: Any) -> Session:
