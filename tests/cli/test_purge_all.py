@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import mmap
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,20 @@ def place(tmp_path) -> Iterator[Path]:
 
 def slots_of(place: Path) -> Path:
     return slots_folder(place / "daemon.sock")
+
+
+@contextlib.contextmanager
+def many_descriptors() -> Iterator[None]:
+    """Keeps 1,024 descriptors open, so that new ones are too high for select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
+    try:
+        with contextlib.ExitStack() as files:
+            for _ in range(1024):
+                files.enter_context(open(os.devnull))
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def leave_behind(place: Path) -> Path:
@@ -128,7 +144,8 @@ def test_a_daemon_that_attach_started_is_ended_and_leaves_nothing(place):
         trainers.kill()
     assert slots_of(place).exists()
     until(lambda: typed(place, "--all").exit_code == 2, what="the daemon's news that its trainer has ended")
-    done = typed(place, "--all", "--yes", "--json")
+    with many_descriptors():
+        done = typed(place, "--all", "--yes", "--json")
     document = json.loads(done.stdout)
     assert (done.exit_code, document["schema_version"], document["daemon_ended"]) == (0, 1, True)
     (job,) = document["jobs"]
