@@ -5,15 +5,18 @@ READY := .venv/.ready
 BIN := .venv/bin
 QUICK := "not slow and not soak and not chaos and not trainers"
 
-.PHONY: demo test trainers test-trainers check lint stubs soak chaos bench bench-report clean
+.PHONY: demo test test-jobs trainers test-trainers check lint stubs soak chaos bench bench-report clean
 
 demo: $(READY)
 	$(BIN)/reft-cli demo
 
-# Of four workers two take whole jobs, which wait for much of their time, and two take the other tests
-# (tests/conftest.py). So two cores are busy until the end.
 test: lint
-	$(BIN)/pytest -n 4 --dist loadfile --timeout=300 -m $(QUICK)
+	$(BIN)/pytest -n 3 --dist worksteal --timeout=300 -m $(QUICK) --ignore=tests/e2e
+
+# Whole jobs wait for a third of their time, so three of them run at once on two cores. Files with a
+# shared run stay together; other tests are distributed one by one (tests/e2e/conftest.py).
+test-jobs: $(READY)
+	$(BIN)/pytest -n 3 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
 
 # Each trainer has its own environment. Two run at a time, because ranks wait for one another.
 trainers: $(READY)
@@ -35,7 +38,7 @@ lint: $(READY)
 stubs:
 	.ci/stubs
 
-# These two run the tests that are too long for `make test`, and for `make test-trainers`.
+# These two run the tests that are too long for the three targets above.
 soak: trainers
 	$(BIN)/pytest -m "soak or slow" --timeout=3600
 

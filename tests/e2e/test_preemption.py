@@ -2,7 +2,7 @@
 
     train ─► preempted at a step ─► the same command ─► … ─► the end, equal to an undisturbed run
 
-The scenario has 1,600 steps and four preemptions (make soak); `make test` has a smaller one.
+The scenario has 1,600 steps and four preemptions (make soak); `make test-jobs` has a smaller one.
 """
 
 from __future__ import annotations
