@@ -8,7 +8,7 @@ what the work writes: a slot, a descriptor, a lock.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -40,3 +40,25 @@ def begin_in_thread(function: Callable[..., T], *arguments: object) -> asyncio.F
                 f"the daemon can't do this now: {error}.", "see the limits of reft-daemon (ulimit -u), or try again"
             ) from error
     return asyncio.wrap_future(done)
+
+
+async def run_to_end(work: Awaitable[T]) -> T:
+    """Waits until `work` has ended, even if the caller is cancelled; then returns its result.
+
+    The work writes into a slot, or a descriptor, which must not be freed before.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled meanwhile.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # marks the exception as retrieved
+    raise cancelled

@@ -34,7 +34,7 @@ from reft.core.text import counted
 from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire import stored_format as stored
-from reft_daemon.arena.threads import begin_in_thread
+from reft_daemon.arena.threads import begin_in_thread, run_to_end
 from reft_daemon.child.child_process import ChildGone, ChildProcess, RunningProcess, close_untaken
 from reft_daemon.child.control_channel import DESCRIPTORS_MAX, ControlMessage, fields_of, version_of
 from reft_daemon.persist.child import text_of
@@ -154,7 +154,7 @@ class Persister:
         answer = await self._call({"do": "list", "job": job}, STALL_S)
         (descriptor,) = answer["descriptors"]
         try:
-            lineages = json.loads(await begin_in_thread(text_of, descriptor))
+            lineages = json.loads(await run_to_end(begin_in_thread(text_of, descriptor)))
         finally:
             os.close(descriptor)
         steps = [
@@ -173,7 +173,7 @@ class Persister:
         """
         descriptor = os.memfd_create("reft-manifest", os.MFD_CLOEXEC)
         try:
-            await begin_in_thread(_fill, descriptor, stored.encode_manifest(manifest))
+            await run_to_end(begin_in_thread(_fill, descriptor, stored.encode_manifest(manifest)))
             message = {"do": "commit", "job": manifest.job, "decision": _hex(decision)}
             await self._call(message, COMMIT_S, [descriptor])
         finally:

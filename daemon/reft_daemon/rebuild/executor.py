@@ -18,7 +18,7 @@ from reft.core.recovery.stripes import StripeSlice
 from reft.core.recovery.walk import WalkPhase, walk
 from reft.errors import ConfigError
 from reft_daemon.arena.arena import SlotFile
-from reft_daemon.arena.threads import begin_in_thread
+from reft_daemon.arena.threads import begin_in_thread, run_to_end
 
 T = TypeVar("T")
 ReadBytes = Callable[[int, int, Bytes], Awaitable[None]]
@@ -90,25 +90,3 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
         return await run_to_end(begin_in_thread(function, *arguments))
     except ValueError as error:
         raise ConfigError(f"it can't be rebuilt: {str(error).rstrip('.')}.") from error
-
-
-async def run_to_end(work: Awaitable[T]) -> T:
-    """Waits until `work` has ended, even if the caller is cancelled; then returns its result.
-
-    The work writes into a slot, which must not be freed before.
-
-    Raises:
-        asyncio.CancelledError: the caller was cancelled meanwhile.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is None:
-        return task.result()
-    if not task.cancelled():
-        task.exception()  # marks the exception as retrieved
-    raise cancelled

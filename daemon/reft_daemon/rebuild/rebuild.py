@@ -41,10 +41,11 @@ from reft.wire.rebuild_request import layout_mark, rebuilt_table
 from reft.wire.slot_format import PAGE, Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile, next_names
+from reft_daemon.arena.threads import run_to_end
 from reft_daemon.jobs import slot_reads, trainers
 from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.persistence import save
-from reft_daemon.rebuild.executor import in_thread, made_slices, run_to_end
+from reft_daemon.rebuild.executor import in_thread, made_slices
 from reft_daemon.rebuild.source_reader import DamagedSource, SourceReader
 from reft_daemon.registry import Registry
 

@@ -15,6 +15,7 @@ import pytest
 
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
+from reft.wire.stored_format import StoredManifest
 from reft_daemon.child import child_process
 from reft_daemon.child.child_process import ChildProcess, RunningProcess
 from reft_daemon.child.control_channel import receive_message, send_message
@@ -189,3 +190,39 @@ def test_decisions_commits_and_retention_go_through_the_process(tmp_path):
         assert not (tmp_path / "job" / LINEAGE / "ENDED").exists(), "an attach went on from another node's memory"
 
     with_persister(tmp_path, act)
+
+
+def test_a_cancelled_commit_closes_no_descriptor_that_a_thread_writes(monkeypatch, tmp_path):
+    """Another file may get the number of a closed descriptor, and then the thread's bytes."""
+    stands, goes_on, write = threading.Event(), threading.Event(), persister._fill
+    opened: list[int] = []
+
+    def slow(descriptor: int, text: bytes) -> None:
+        opened.append(descriptor)
+        stands.set()
+        assert goes_on.wait(30)
+        write(descriptor, text)  # raises if the descriptor is closed by now
+
+    monkeypatch.setattr(persister, "_fill", slow)
+
+    async def act(each: Persister) -> None:
+        manifest = StoredManifest(Version(DECISION.epoch, 3), "job", LINEAGE, "", b"", b"", ())
+        commit = asyncio.ensure_future(each.commit(manifest, DECISION))
+        await asyncio.to_thread(stands.wait, 30)
+        commit.cancel()
+        await asyncio.sleep(0)  # the task takes note of it
+        await asyncio.sleep(0)
+        assert "reft-manifest" in os.readlink(f"/proc/self/fd/{opened[0]}"), "the thread still has it"
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
+        assert not is_open(opened[0])
+
+    with_persister(tmp_path, act)
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        return "reft-manifest" in os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:
+        return False
