@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from reft.cli.signals import deferring
 from reft.config import child_environment
 
 SWEEP_DEADLINE_S = 15.0
@@ -43,16 +44,19 @@ def marked(folder: Path) -> list[psutil.Process]:
 
 def sweep(folders: Sequence[Path]) -> None:
     """Kills every process with the mark of the first folder; then removes all folders."""
-    end = time.monotonic() + SWEEP_DEADLINE_S
-    while (processes := marked(folders[0])) and time.monotonic() < end:
-        for process in processes:
-            try:
-                process.kill()
-            except psutil.Error:
-                continue
-        psutil.wait_procs(processes, timeout=1.0)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    end, is_clean = time.monotonic() + SWEEP_DEADLINE_S, False
+    while not is_clean and time.monotonic() < end:
+        while (processes := marked(folders[0])) and time.monotonic() < end:
+            for process in processes:
+                try:
+                    process.kill()
+                except psutil.Error:
+                    continue
+            psutil.wait_procs(processes, timeout=1.0)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        # A process that was just being started shows no environment. It may write files meanwhile.
+        is_clean = not marked(folders[0]) and not any(folder.exists() for folder in folders)
 
 
 def start(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
@@ -72,6 +76,14 @@ def start(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
         cwd="/",
         env=child_environment(),
     )
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    """Lets a clean-up process work, and returns when that is done. Signals come afterwards."""
+    assert process.stdin is not None
+    with deferring():
+        process.stdin.close()
+        process.wait()
 
 
 if __name__ == "__main__":

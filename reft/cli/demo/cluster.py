@@ -29,6 +29,7 @@ from pathlib import Path
 from reft.cli.ask import NoSuchJob, ask
 from reft.cli.demo import clean_up
 from reft.cli.demo.records import TrainingResult, read_result
+from reft.cli.signals import deferring
 from reft.config import child_environment
 from reft.errors import DaemonUnavailable, ReftError
 from reft.wire import daemon_launcher, rpc
@@ -130,11 +131,17 @@ class Cluster:
     ) -> None:
         self.ranks_per_node = ranks_per_node
         self.world = nodes * ranks_per_node
-        self.folder = short_folder()
+        with contextlib.ExitStack() as undo:
+            with deferring():  # a signal must not leave folders without a clean-up process
+                self.folder = short_folder()
+                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+                self.slots = slots_folder(self.world * ROOM_PER_RANK, self.folder)
+                undo.callback(shutil.rmtree, self.slots, ignore_errors=True)
+                self._clean_up = clean_up.start([self.folder, self.slots])
+                undo.callback(self.close)
+            undo.pop_all()
         self.kept = keep or self.folder
-        self.slots = slots_folder(self.world * ROOM_PER_RANK, self.folder)
         self._daemon_environment = dict(daemon_environment or {})
-        self._clean_up = clean_up.start([self.folder, self.slots])
         names = [f"node-{chr(ord('a') + i)}" for i in range(nodes)]
         self.nodes = [
             PretendNode(n, self.slots / n, self.folder / f"{n}.sock", self.kept / f"{n}.daemon.log") for n in names
@@ -156,9 +163,7 @@ class Cluster:
 
     def close(self) -> None:
         """Ends every process and removes the folders; returns when that is done."""
-        assert self._clean_up.stdin is not None
-        self._clean_up.stdin.close()
-        self._clean_up.wait()
+        clean_up.finish(self._clean_up)
 
     def _spawn_daemon(self, node: PretendNode) -> None:
         command = [sys.executable, "-m", "reft_daemon", "--node", node.name, "--socket", str(node.socket),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from reft.cli.rehearse.training import (
     check_one_host,
     command_in,
 )
-from reft.cli.signals import unwinding
+from reft.cli.signals import deferring, unwinding
 from reft.core.rehearsal.judge import Attempts, RehearsalOutcome, RehearsalResult, judge
 from reft.core.text import counted
 from reft.errors import ConfigError
@@ -79,22 +80,23 @@ def rehearse(request: RehearsalRequest, say: Callable[[str], None]) -> Rehearsal
         RehearsalError: a run failed; the logs are kept.
     """
     check_one_host(request.arguments)
-    try:
-        logs = Path(tempfile.mkdtemp(prefix="reft-rehearse-logs-"))
-    except OSError as error:
-        raise ConfigError(f"no folder for logs can be made: {error}.", "TMPDIR=DIR, with room in DIR") from error
-    kept = False
-    try:
-        with unwinding():
+    with unwinding(), contextlib.ExitStack() as undo:
+        with deferring():
+            try:
+                logs = Path(tempfile.mkdtemp(prefix="reft-rehearse-logs-"))
+            except OSError as error:
+                raise ConfigError(
+                    f"no folder for logs can be made: {error}.", "TMPDIR=DIR, with room in DIR"
+                ) from error
+            undo.callback(shutil.rmtree, logs, ignore_errors=True)
+        try:
             report = _both(request, logs, say)
-        kept = report.logs is not None
+        except RehearsalError as error:
+            undo.pop_all()
+            raise RehearsalError(f"{error.message}\nLogs and records are in {logs}.", error.hint) from error
+        if report.logs is not None:
+            undo.pop_all()
         return report
-    except RehearsalError as error:
-        kept = True
-        raise RehearsalError(f"{error.message}\nLogs and records are in {logs}.", error.hint) from error
-    finally:
-        if not kept:
-            shutil.rmtree(logs, ignore_errors=True)
 
 
 def _both(request: RehearsalRequest, logs: Path, say: Callable[[str], None]) -> RehearsalReport:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +22,7 @@ from reft.cli.ask import ask
 from reft.cli.demo import clean_up
 from reft.cli.demo.cluster import short_folder, slots_folder
 from reft.cli.rehearse.records import RecordReader, RehearsalError
+from reft.cli.signals import deferring
 from reft.config import Config, child_environment
 from reft.core.rehearsal.records import RehearsedAttempt
 from reft.errors import ConfigError, DaemonUnavailable
@@ -68,31 +70,41 @@ class RehearsedTraining:
     def __init__(
         self, name: str, command: RehearsedCommand, logs: Path, timeout_s: float, stop_after: int | None = None
     ) -> None:
-        self.folder = short_folder("reft-rehearse-", LONGEST_SOCKET)
-        self._slots = slots_folder(0, self.folder, "reft-rehearse-")
-        self._clean_up = clean_up.start([self.folder, self._slots])
         self._command = command
         self._name, self._log = name, logs / f"{name}.log"
         self._reader = RecordReader(logs / name)
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+        self._relaunches = 0
+        self._survivors: list[psutil.Process] = []  # the ranks of run B that were not killed
+        with contextlib.ExitStack() as undo:
+            with deferring():  # a signal must not leave folders without a clean-up process
+                self.folder = short_folder("reft-rehearse-", LONGEST_SOCKET)
+                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+                self._slots = slots_folder(0, self.folder, "reft-rehearse-")
+                undo.callback(shutil.rmtree, self._slots, ignore_errors=True)
+                self._clean_up = clean_up.start([self.folder, self._slots])
+                undo.callback(self.close)
+                self._changes = self._changed_environment(logs, stop_after)
+                self._process = self._launch()
+            undo.pop_all()
+
+    def _changed_environment(self, logs: Path, stop_after: int | None) -> dict[str, str]:
         # SIGKILL leaves temporary files: those of a DataLoader's workers, for example.
         (self.folder / "tmp").mkdir()
-        self._changes = {
+        changes = {
             clean_up.MARK: str(self.folder),
             "TMPDIR": str(self.folder / "tmp"),
             "REFT_DIR": str(self._slots / "slots"),
             "REFT_JOB": f"rehearsal-{self.folder.name.removeprefix('reft-rehearse-')}",
             "REFT_REHEARSAL": "1",
-            "REFT_REHEARSE": str(logs / name),
+            "REFT_REHEARSE": str(logs / self._name),
         }
         if stop_after is not None:
-            self._changes["REFT_FAILPOINTS"] = f"snapshot.chunk:stop:from={stop_after + 1}:times=1:epoch=1"
-        if command.import_path:
-            self._changes["PYTHONPATH"] = command.import_path
-        self._timeout_s = timeout_s
-        self._end_s = time.monotonic() + timeout_s
-        self._relaunches = 0
-        self._survivors: list[psutil.Process] = []  # the ranks of run B that were not killed
-        self._process = self._launch()
+            changes["REFT_FAILPOINTS"] = f"snapshot.chunk:stop:from={stop_after + 1}:times=1:epoch=1"
+        if self._command.import_path:
+            changes["PYTHONPATH"] = self._command.import_path
+        return changes
 
     def __enter__(self) -> RehearsedTraining:
         return self
@@ -102,9 +114,7 @@ class RehearsedTraining:
 
     def close(self) -> None:
         """Ends every process of the run with SIGKILL, and removes its folders."""
-        assert self._clean_up.stdin is not None
-        self._clean_up.stdin.close()
-        self._clean_up.wait()
+        clean_up.finish(self._clean_up)
 
     def _launch(self) -> subprocess.Popen[bytes]:
         try:
@@ -114,7 +124,6 @@ class RehearsedTraining:
                     stderr=output, start_new_session=True, env={**own_environment(), **self._changes},
                 )  # fmt: skip
         except OSError as error:
-            self.close()
             raise ConfigError(
                 f"{self._command.arguments[0]!r} can't be started: {error}.",
                 "reft-cli rehearse -- python train.py",
