@@ -163,6 +163,22 @@ def test_tensors_without_elements_are_exported(site: Site, tmp_path: Path, form:
     assert exported.digests(found) == exported.digests(expected)
 
 
+def test_buffer_that_shares_memory_with_a_temporary_one_is_exported(site: Site, tmp_path: Path) -> None:
+    (node,) = site.add(1)
+    model = torch.nn.Linear(4, 2)
+    model.register_buffer("cache", torch.arange(6.0), persistent=False)
+    model.register_buffer("again", model.cache, persistent=False)
+    model.register_buffer("mean", model.cache)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with reft.attach(model, optimizer, job="job", daemon=node.address) as session:
+        session.step_end()
+        assert session.seal(60).whole
+    until(lambda: not any(rank.alive for rank in node.status("job").ranks), what="the session's end")
+    export(node, "job", tmp_path / "out")
+    expected = {f"model.{name}": each for name, each in model.state_dict().items()}
+    assert exported.digests(exported.safetensors(tmp_path / "out")) == exported.digests(expected)
+
+
 @pytest.mark.parametrize(
     ("form", "world"),
     [("safetensors", 1), ("dcp", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("safetensors", 2), ("dcp", 1)))],
