@@ -456,7 +456,7 @@ def list_held(what: str, persist_key_file: Path | None, as_json: bool, daemon: s
 @click.option("--only", type=click.Choice(["weights"]), help="Leave out optimizer state.")
 @click.option("--dtype", type=click.Choice(sorted(NAMES)), help="Cast floating point weights.")
 @click.option("--step", type=click.IntRange(min=0), help="Default: the newest step.")
-@click.option("--lineage", default="", help="Of the job on storage, if there are several.")
+@click.option("--lineage", default="", help="Of DIR/JOB or URL/JOB, if there are several.")
 @click.option("--max-shard", default="5GB", show_default=True, help="The most bytes of a safetensors file.")
 @key_option
 @json_option

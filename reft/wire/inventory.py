@@ -259,11 +259,15 @@ class JobSurvey:
         parity = [slot for slot in self.parity if is_kept(slot.version)]
         return recovery.plan(held, copies, self.placements, self.decision, parity=parity).guard
 
-    def restorable(self) -> list[Version]:
-        """Returns the versions that can be restored now, the newest one first."""
+    def restorable(self, erased: Collection[tuple[str, str, Version]] = ()) -> list[Version]:
+        """Returns the versions that can be restored now, the newest one first.
+
+        Args:
+            erased: as of `plan`.
+        """
         versions = {slot.version for slot in self.held if slot.version is not None}
         ordered = sorted(versions, key=lambda version: (*version.order, version.epoch.ident), reverse=True)
-        return [version for version in ordered if self.plan_of(version).base == version]
+        return [version for version in ordered if self.plan_of(version, erased).base == version]
 
     def rebuild_plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
         """Returns the recovery plan of daemons: they have no torch, so they replay nothing."""

@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,14 @@ from click.testing import CliRunner
 import reft
 from reft.cli.export import gathered, start
 from reft.cli.export.command import ExportCommand
+from reft.cli.export.gathered import GatheredState
+from reft.cli.export.slot_reader import DamagedSlot
+from reft.cli.export.sources import Erased, ExportState, MemorySource
 from reft.cli.export.start import export_source
 from reft.cli.main import main
-from reft.wire import rpc
+from reft.errors import AttachError
+from reft.wire import capsule_format, rpc
+from reft.wire.manifest import layouts_of
 from reft.wire.slot_format import read_head
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -81,6 +88,36 @@ def test_lost_nodes_are_decoded(site: Site, tmp_path: Path, monkeypatch: pytest.
     assert sorted(each.name for each in tmp_path.iterdir()) == ["dcp"]
     export(nodes[0], "job", tmp_path / "out")
     assert exported.digests(exported.safetensors(tmp_path / "out")) == expected
+    for change, words in ((resized, "Attach foresaw"), (other_digests, "differs from what was saved")):
+        with pytest.raises(AttachError, match=rf"(?s)capsule of rank 1 can't be used.*{words}.*does not hold step 3"):
+            ExportCommand(ChangedCapsule(nodes[0].address, "job", 3, change=change), tmp_path / "none").run()
+
+
+@dataclass(frozen=True)
+class ChangedCapsule(MemorySource):
+    """Memory in which the capsule of rank 1 at step 3 is another one."""
+
+    change: Callable[[ExportState], None] = print
+
+    @contextlib.contextmanager
+    def open(self, erased: Erased = ()) -> Iterator[ExportState]:
+        with super().open(erased) as state:
+            if state.version.step == 3:
+                self.change(state)
+            yield state
+
+
+def resized(state: ExportState) -> None:
+    """Gives an inline leaf a size that nobody foresaw."""
+    layouts, index = layouts_of(state.manifest)
+    names, form = layouts.name_table(index[1]), layouts.symbolic[index[1]]
+    record = state.capsules[1]
+    tree = capsule_format.decode(record.capsule, names)
+    record.capsule = capsule_format.encode({**tree, "riders": {form.leaves()[0].name: b"1"}})
+
+
+def other_digests(state: ExportState) -> None:
+    state.capsules[1].digests = bytes(len(state.capsules[1].digests))
 
 
 @pytest.mark.slow
@@ -94,6 +131,10 @@ def test_section_of_a_lost_node_comes_from_parity(site: Site, tmp_path: Path) ->
         assert state.sections == (1,), "the slots of rank 1 are gone"
     export(nodes[0], "job", tmp_path / "out")
     assert exported.digests(exported.safetensors(tmp_path / "out")) == expected
+    with MemorySource(nodes[0].address, "job").open() as state:
+        state.capsules[1].unreplicated_bytes += 4
+        with pytest.raises(DamagedSlot, match=r"held .* bytes that no other slot has"):
+            GatheredState.of(state)
 
 
 def test_moments_that_zero1_has_once_are_whole(site: Site, tmp_path: Path) -> None:
@@ -129,7 +170,7 @@ def test_damaged_chunk_comes_from_another_node_or_nothing_is_written(site: Site,
     expected = trained(nodes, "ddp", tmp_path)
     flip(nodes[1])
     said = export(nodes[0], "job", tmp_path / "out").output
-    assert exported.digests(exported.safetensors(tmp_path / "out")) == expected and "damaged, not used" in said
+    assert exported.digests(exported.safetensors(tmp_path / "out")) == expected and "on node test#" in said
     flip(nodes[0])
     refused = export(nodes[0], "job", tmp_path / "none", fails=True)
     assert "can't be" in refused.output + refused.stderr
@@ -161,6 +202,22 @@ def test_tensors_without_elements_are_exported(site: Site, tmp_path: Path, form:
     expected = {f"model.{name}": each for name, each in weights.items()}
     expected |= {f"optimizer.state.{names[i]}.{key}": each for i, own in moments.items() for key, each in own.items()}
     assert exported.digests(found) == exported.digests(expected)
+
+
+def test_buffer_that_shares_memory_with_a_temporary_one_is_exported(site: Site, tmp_path: Path) -> None:
+    (node,) = site.add(1)
+    model = torch.nn.Linear(4, 2)
+    model.register_buffer("cache", torch.arange(6.0), persistent=False)
+    model.register_buffer("again", model.cache, persistent=False)
+    model.register_buffer("mean", model.cache)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with reft.attach(model, optimizer, job="job", daemon=node.address) as session:
+        session.step_end()
+        assert session.seal(60).whole
+    until(lambda: not any(rank.alive for rank in node.status("job").ranks), what="the session's end")
+    export(node, "job", tmp_path / "out")
+    expected = {f"model.{name}": each for name, each in model.state_dict().items()}
+    assert exported.digests(exported.safetensors(tmp_path / "out")) == exported.digests(expected)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +317,11 @@ def test_replicas_that_differ_are_never_mixed(site: Site, tmp_path: Path) -> Non
     refused = export(node, "job", tmp_path / "out", fails=True)
     assert "ranks hold different bytes where they should be replicas" in refused.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_lineage_of_a_job_in_memory_is_wrong_usage(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["export", "job", "--to", str(tmp_path / "out"), "--lineage", "0123456789abcdef"])
+    assert done.exit_code == 2 and "only checkpoints on storage have lineages" in done.stderr
 
 
 def test_nothing_is_overwritten(site: Site, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from reft.core.commit.version import Version
 from reft.core.layout.regions import copy_runs
 from reft.core.recovery.export_match import ExportMatch
 from reft.core.text import counted
-from reft.errors import UnsupportedState
+from reft.errors import AttachError, UnsupportedState
 from reft.wire.slot_format import Bytes
 
 TRIES_MAX = 16
@@ -89,6 +89,7 @@ class ExportCommand:
             DamagedSlot: a source is damaged, and nothing else holds the same.
             ReftError, OSError: nothing is left under `path`.
         """
+        damage: DamagedSlot | None = None
         for _ in range(TRIES_MAX):
             try:
                 return self._try()
@@ -97,6 +98,11 @@ class ExportCommand:
                     raise
                 self._erased.add(error.source)
                 damage = error
+            except AttachError as error:
+                if damage is None or type(error) is not AttachError:
+                    raise
+                raise AttachError(f"{damage.message} {error.message}", error.hint) from error
+        assert damage is not None, "each try has found a damage"
         raise damage
 
     def _try(self) -> ExportReport:
@@ -110,7 +116,10 @@ class ExportCommand:
                 with opened(ranges) as targets:
                     self._write(gathered.blocks(match, folder), match, targets)
             notes = list(match.notes)
-            notes += [error[1] + f" on node {error[0]}: damaged, not used" for error in self._erased]
+            notes += [
+                f"{name} of {version} on node {state.names.get(node, node)}: damaged, not used"
+                for node, name, version in sorted(self._erased, key=lambda each: (each[2].order, each[:2]))
+            ]
             return ExportReport(state.version, len(match.tensors), sum(map(nbytes_of, match.tensors)), tuple(notes))
 
     def _refuse(self, match: ExportMatch) -> None:

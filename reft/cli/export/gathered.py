@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reft.cli.export.files import reserve_blocks
+from reft.cli.export.slot_reader import DamagedSlot
 from reft.cli.export.sources import ExportState
 from reft.core.layout.layout import Leaf
 from reft.core.layout.regions import ByteRuns
 from reft.core.recovery.export_match import ExportMatch, match_export
+from reft.core.recovery.lost_slots import refuse_resized, refuse_unguarded
 from reft.core.recovery.plan import DecodeOperation, ReadOperation, SlotReaders, TransferPlan, TransferSizes
 from reft.core.recovery.rebuild_plan import rebuild_plan
 from reft.core.recovery.replica_samples import are_mismatched, capsule_digests
@@ -29,6 +31,7 @@ from reft.core.recovery.shard_matching import PieceSource, UnforeseenLeaves, lea
 from reft.core.recovery.stripes import StripeSlice
 from reft.errors import AttachError, FormatError
 from reft.wire import capsule_format
+from reft.wire.capsule_format import NameTable
 from reft.wire.manifest import layouts_of
 from reft.wire.messages import places_from, table_from
 from reft.wire.slot_format import Bytes, chunk_digest
@@ -86,16 +89,16 @@ class GatheredState:
             slot = state.slots.get(rank)
             if slot is None and rank not in state.capsules:
                 raise AttachError(f"nothing holds rank {rank} of {state.version}.", "export another step")
-            data = slot.capsule() if slot is not None else state.capsules[rank].capsule
-            tree = capsule_format.decode(data, layouts.name_table(index[rank]))
+            names, foreseen = layouts.name_table(index[rank]), by_layout[index[rank]]
             others: tuple[tuple[Leaf, int | None], ...] = ()
-            if slot is not None:
+            if slot is None:
+                tree = _tree_of_lost(state, rank, names, foreseen)
+            else:
+                tree = capsule_format.decode(slot.capsule(), names)
                 table = slot.table()
                 layout, places = table_from(table), places_from(table)
-                names = [{name for name, each in places.items() if each == place} for place in (pb.CELL, pb.INLINE)]
-                others = tuple(
-                    leaves_elsewhere(state.placement, rank, layout, names[0], by_layout[index[rank]], names[1])
-                )
+                cells, inline = ({name for name, each in places.items() if each == at} for at in (pb.CELL, pb.INLINE))
+                others = tuple(leaves_elsewhere(state.placement, rank, layout, cells, foreseen, inline))
             trees[rank], unforeseen[rank] = tree, UnforeseenLeaves(frozenset(tree["absent"]), others)
         _refuse_mismatched(state, trees.values())
         return cls(state, trees, unforeseen, {rank: by_layout[at] for rank, at in enumerate(index)})
@@ -125,7 +128,7 @@ class GatheredState:
 
         Raises:
             DamagedSlot: a source is damaged.
-            AttachError: decoded bytes differ from what was saved.
+            AttachError: a lost slot can't be decoded.
             OSError: the file system of `scratch` has no room for them.
         """
         state = self.state
@@ -209,14 +212,38 @@ class GatheredState:
             ) from error
 
     def _compare(self, rank: int, data: Bytes) -> None:
-        """Raises AttachError if a decoded slot differs from the digests in its capsule."""
+        """Raises DamagedSlot if a decoded slot differs from the digests in its capsule.
+
+        All its sources were right, so the capsule is given up, as in a restore.
+        """
         digests, size = np.frombuffer(self.state.capsules[rank].digests, "<u8"), self.state.manifest.chunk_bytes
         for number, at in enumerate(range(0, data.nbytes, size)):
             if number >= len(digests) or chunk_digest(data[at : at + size]) != int(digests[number]):
-                raise AttachError(
-                    f"the decoded slot of rank {rank}, {self.state.version}, differs from what was saved.",
-                    f"export another step; reft-cli list {self.state.manifest.job} shows them",
+                raise _damaged_capsule(
+                    self.state, rank, f"the decoded slot of {self.state.version} differs from what was saved."
                 )
+
+
+def _tree_of_lost(state: ExportState, rank: int, names: NameTable, foreseen: Mapping[str, Leaf]) -> Mapping[str, Any]:
+    """Returns the tree of the capsule of a lost slot, judged as a restore does.
+
+    Raises:
+        DamagedSlot: it is damaged, or the slot had leaves that nobody foresaw.
+    """
+    record = state.capsules[rank]
+    try:
+        tree: Mapping[str, Any] = capsule_format.decode(record.capsule, names)
+        if rank in state.sections:
+            refuse_unguarded(state.placement, rank, tree["absent"], record.unreplicated_bytes, len(record.digests))
+        refuse_resized(rank, tree["riders"], foreseen.values())
+    except FormatError as error:
+        raise _damaged_capsule(state, rank, error.message) from error
+    return tree
+
+
+def _damaged_capsule(state: ExportState, rank: int, why: str) -> DamagedSlot:
+    """Returns an error after which the export goes on without this capsule."""
+    return DamagedSlot(state.capsule_places.get(rank), f"the capsule of rank {rank} can't be used: {why}")
 
 
 def _refuse_mismatched(state: ExportState, trees: Iterable[Mapping[str, Any]]) -> None:

@@ -45,18 +45,22 @@ class ExportState:
         manifest: that it was written under.
         slots: old rank, or parity number → its slot.
         capsules: old rank without a slot → its capsule.
+        capsule_places: the same ranks → (node, name, version), as the plan counts erasures.
         sections: those of them whose unreplicated leaves come from guard lanes.
         stored: old ranks whose slots are files of a checkpoint.
         earlier: capsules of older steps of the same epoch that are left.
+        names: node id → name for people.
     """
 
     version: Version
     manifest: pb.Manifest
     slots: Mapping[int, ExportReader]
     capsules: Mapping[int, pb.CapsuleRecord] = field(default_factory=dict)
+    capsule_places: Mapping[int, tuple[str, str, Version]] = field(default_factory=dict)
     sections: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
     earlier: tuple[bytes, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def placement(self) -> Placement:
@@ -96,7 +100,7 @@ class MemorySource:
         """
         job_survey = survey(self.address, self.job)[0]
         job_survey.inventory.refuse_rivals(self.job)
-        version = self._version(job_survey)
+        version = self._version(job_survey, erased)
         plan = job_survey.plan_of(version, erased)
         if plan.base is None:
             raise AttachError(
@@ -106,10 +110,10 @@ class MemorySource:
         with rpc.channel(self.address) as channel:
             yield self._state(job_survey, plan, version, channel)
 
-    def _version(self, job_survey: JobSurvey) -> Version:
+    def _version(self, job_survey: JobSurvey, erased: Erased) -> Version:
         if self.held is not None:
             return self.held
-        versions = job_survey.restorable()
+        versions = job_survey.restorable(erased)
         chosen = [each for each in versions if self.step in (-1, each.step)]
         if not chosen:
             steps = ", ".join(f"step {each.step}" for each in versions) or "no step"
@@ -139,6 +143,7 @@ class MemorySource:
                 record: pb.CapsuleRecord = pb_grpc.DaemonStub(channel).FetchCapsule(request, timeout=CALL_S)
             return record
 
+        places = {rank: (held.node, held.slot, version) for rank, held in plan.capsules.items()}
         capsules = {rank: capsule(rank, version, held.node, held.slot) for rank, held in plan.capsules.items()}
         earlier = []
         for rank, which, node in ((rank, *each) for rank, held in plan.earlier.items() for each in held):
@@ -146,7 +151,8 @@ class MemorySource:
                 earlier.append(capsule(rank, which, node, "").capsule)
         return ExportState(
             version, manifest, {number: reader(number, held) for number, held in sources.items()}, capsules,
-            plan.sections, tuple(rank for rank, held in plan.sources.items() if held.is_stored), tuple(earlier),
+            places, plan.sections, tuple(rank for rank, held in plan.sources.items() if held.is_stored), tuple(earlier),
+            job_survey.names,
         )  # fmt: skip
 
     def _read(

@@ -73,12 +73,18 @@ def export_source(
         key_file: the key of the checkpoints' MACs; None: MACs are not asked for.
 
     Raises:
-        ConfigError: the address of an object store has credentials, or no job.
+        ConfigError: the address of an object store has credentials, or no job; or a lineage of a
+            job in memory is meant.
         ReftError: the job trains and can't hold a step, or a daemon does not answer.
     """
     if "/" in what:
         yield stored_source(what, step, lineage, key_file)
         return
+    if lineage:
+        raise ConfigError(
+            f"--lineage {lineage} was given, and job {what} is read from memory: only checkpoints on storage have lineages.",
+            f"export DIR/{what}, or leave out --lineage",
+        )
     status = job_status(address(), what)[0]
     if not any(rank.alive for rank in status.ranks):
         yield MemorySource(address(), what, step)

@@ -23,17 +23,16 @@ from reft.client.state.tensors import TensorIndex
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf
+from reft.core.recovery.lost_slots import refuse_unguarded
 from reft.core.recovery.plan import SlotReaders, TransferPlan
 from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
 from reft.core.recovery.replica_samples import capsule_digests
 from reft.core.recovery.stripes import parity_number, replay_number
-from reft.errors import FormatError
 from reft.failpoints import Failpoints
 from reft.replay.fold import HOST
 from reft.wire.capsule_format import NameTable
 from reft.wire.messages import places_from, table_from
 from reft.wire.slot_format import SlotMap
-from reft.wire.v1 import daemon_pb2 as pb
 
 # [step, cell, digest] of bytes that the replicas of a cell compare
 Samples = tuple[tuple[int, ...], ...]
@@ -137,37 +136,11 @@ def open_old_rank(context: RestoreContext, old: int) -> OldRank:
         record = context.opener.capsule(context.plan, old)
         tree = serialization.decode(record.capsule, names)
         if old in context.plan.sections:
-            _refuse_unforeseen(context.placement, old, record, tree)
+            refuse_unguarded(context.placement, old, tree["absent"], record.unreplicated_bytes, len(record.digests))
         return OldRank(tree, _samples(context, old, tree), lost_digests=record.digests)
     slot = context.opener.slot(source)
     tree, table = serialization.decode(slot.capsule(), names), slot.table()
     return OldRank(tree, _samples(context, old, tree), slot, table_from(table), places_from(table))
-
-
-def refuse_resized(old: int, tree: Tree, predicted: Sequence[Leaf]) -> None:
-    """Raises FormatError if an inline leaf of a lost slot has another size than predicted.
-
-    Only the table of the slot had its shape.
-    """
-    nbytes_of = {leaf.name: leaf.nbytes for leaf in predicted}
-    for name, data in tree["riders"].items():
-        if len(data) != nbytes_of[name]:
-            raise FormatError(
-                f"{name} has {len(data)} bytes in the capsule of rank {old}. Attach foresaw {nbytes_of[name]} bytes, and "
-                "another shape stands only in the lost slot."
-            )
-
-
-def _refuse_unforeseen(placement: Placement, old: int, record: pb.CapsuleRecord, tree: Tree) -> None:
-    """Raises FormatError if a lost slot had leaves that its guard lane does not guard."""
-    part, absent = placement.rank_placement(old), set(tree["absent"])
-    foreseen = sum(leaf.nbytes for leaf in part.unreplicated.leaves if leaf.name not in absent)
-    chunks = -(-part.data_bytes // placement.chunk_bytes)
-    if record.unreplicated_bytes != foreseen or len(record.digests) != 8 * chunks:
-        raise FormatError(
-            f"the slot of rank {old} held {record.unreplicated_bytes} bytes that no other slot has, and "
-            f"{len(record.digests) // 8} chunks. Its guard lane gives back {foreseen} bytes, in {chunks} chunks."
-        )
 
 
 def _samples(context: RestoreContext, old: int, tree: Tree) -> Samples:

@@ -27,7 +27,7 @@ from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
 from reft.client.restore.executor import NO_RANK, LoadReport, TransferExecutor
 from reft.client.restore.materialize import live_tensors
-from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank, refuse_resized
+from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank
 from reft.client.restore.remote_slots import remote_read_s
 from reft.client.restore.replay import ReplayReport, replay_s, replay_sections
 from reft.client.restore.reshard import ShapeChange, facts_of
@@ -39,6 +39,7 @@ from reft.client.restore.verify import PeerMessages, chunk_verifier
 from reft.console import say
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Leaf
+from reft.core.recovery.lost_slots import refuse_resized
 from reft.core.recovery.plan import TransferSizes
 from reft.core.recovery.replica_samples import are_mismatched
 from reft.core.recovery.shard_matching import PieceSource
@@ -109,7 +110,7 @@ class Restore:
                 each = open_old_rank(context, old)
                 leaves = self.change.before[old] if self.change else self.predicted
                 if each.slot is None and (self.change or old == context.rank):
-                    refuse_resized(old, each.tree, leaves)
+                    refuse_resized(old, each.tree["riders"], leaves)
                 if self.change:
                     facts[old] = facts_of(context.placement, old, each, leaves)
                 opened[old] = each

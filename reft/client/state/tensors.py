@@ -102,6 +102,8 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
+# Storage, offset in it, shape, strides: tensors of one identity are one leaf.
+_Identity = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 SHAPE = attrgetter("shape")
 DTYPE = attrgetter("dtype")
 STRIDE = torch.Tensor.stride
@@ -303,7 +305,7 @@ class TensorIndex:
     names: ParameterNames = field(default_factory=ParameterNames)
     places: TensorPlaces = field(default_factory=TensorPlaces)
     locations: TensorLocations = field(default_factory=TensorLocations)
-    _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
+    _seen: dict[_Identity, str] = field(default_factory=dict)
 
     def add(
         self,
@@ -365,7 +367,7 @@ class TensorIndex:
         Raises:
             UnsupportedState: the name is taken.
         """
-        identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
+        identity = _identity(local)
         if local.numel() and identity in self._seen:
             return ""
         if region is not None:
@@ -380,6 +382,10 @@ class TensorIndex:
         self._seen[identity] = name
         self.tensors[name] = local
         return name
+
+    def name_of(self, local: torch.Tensor) -> str:
+        """Returns the name of the leaf with this memory."""
+        return self._seen[_identity(local)]
 
     def track_entry(self, place: Mapping[Any, Any], key: object, value: object) -> None:
         """Tracks that `place[key]` is `value` itself."""
@@ -430,6 +436,10 @@ class TensorIndex:
     def layout(self) -> Layout:
         """Returns the layout of all leaves."""
         return pack(self.leaves())
+
+
+def _identity(local: torch.Tensor) -> _Identity:
+    return local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride()
 
 
 def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Region | None = None, form: str = "") -> Leaf:

@@ -16,16 +16,19 @@ class ModelForm:
     Attributes:
         shape: of the tensor, if the leaf is a run of the flattened tensor; None: the leaf's own.
         is_temporary: whether the state dict leaves the tensor out.
+        name: the state dict's name of it, as a leaf's, if that is another; empty: the leaf's own.
     """
 
     shape: tuple[int, ...] | None = None
     is_temporary: bool = False
+    name: str = ""
 
     def text(self) -> str:
         """Returns the text of `Leaf.form`; empty for the usual form."""
         if self == ModelForm():
             return ""
-        return json.dumps([self.shape, self.is_temporary], separators=(",", ":"))
+        name = [self.name] if self.name else []  # an earlier reft reads two entries
+        return json.dumps([self.shape, self.is_temporary, *name], separators=(",", ":"))
 
     @classmethod
     def of(cls, leaf: Leaf) -> ModelForm:
@@ -37,8 +40,9 @@ class ModelForm:
         if not leaf.form:
             return cls()
         try:
-            shape, is_temporary = json.loads(leaf.form)
+            shape, is_temporary, *names = json.loads(leaf.form)
             sizes = None if shape is None else tuple(map(int, shape))
+            (name,) = names or [""]
         except (ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"the form of leaf {leaf.name!r} can't be read: {error}.") from error
-        return cls(sizes, is_temporary is True)
+        return cls(sizes, is_temporary is True, str(name))

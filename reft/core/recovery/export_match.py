@@ -104,7 +104,7 @@ def match_export(
 def _add_weights(done: ExportMatch, held: Mapping[str, Leaf], dtype: str) -> None:
     weights = sorted(name for name in held if name.startswith("model."))
     forms = {name: ModelForm.of(held[name]) for name in weights}
-    found = {name: WEIGHT.fullmatch(name) for name in weights if not forms[name].is_temporary}
+    found = {name: WEIGHT.fullmatch(forms[name].name or name) for name in weights if not forms[name].is_temporary}
     short = [each[2] for each in found.values() if each is not None]
     are_distinct = len(set(short)) == len(short)
     for name, parts in found.items():

@@ -77,6 +77,11 @@ def test_temporary_buffers_are_left_out() -> None:
     assert names(match) == ["a"] and not match.problems and not match.notes
 
 
+def test_tensor_has_the_name_under_which_the_state_dict_has_it() -> None:
+    held = [piece("model.0.cache[pp 0 of 1]", (2,), form=ModelForm(name="model.0.mean").text())]
+    assert names(match_export(held, True)) == ["mean"]
+
+
 def test_flattened_weight_gets_its_shape_and_its_moments_too() -> None:
     form = ModelForm((2, 3)).text()
     held = [

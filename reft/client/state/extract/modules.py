@@ -95,7 +95,7 @@ class ModuleExtractor:
             added = index.add(
                 module_tensor.name, module_tensor.place, module_tensor.key, module_tensor.tensor, staged=True
             )
-            note_form(index, added, ModelForm(is_temporary=module_tensor.is_temporary))
+            note_form(index, added, ModelForm(is_temporary=module_tensor.is_temporary), module_tensor.name)
 
     def slots(self, prefix: str, module: nn.Module, container_of: ContainerOf) -> Iterator[ModuleTensor]:
         """Yields the tensors of the module and its submodules.
@@ -158,10 +158,24 @@ class ModuleExtractor:
         return []
 
 
-def note_form(index: TensorIndex, added: Sequence[tuple[str, InnerTensor]], form: ModelForm) -> None:
-    """Notes the form of leaves that `TensorIndex.add` has added."""
+def note_form(index: TensorIndex, added: Sequence[tuple[str, InnerTensor]], form: ModelForm, name: str = "") -> None:
+    """Notes the form of leaves that `TensorIndex.add` has added.
+
+    A leaf that state dicts have under a later name only is not temporary: it gets that name.
+
+    Args:
+        index: has the leaves.
+        added: what `TensorIndex.add` has returned.
+        form: of these leaves.
+        name: of the tensor; empty: no earlier leaf with the same memory needs one.
+    """
+    temporary = ModelForm(is_temporary=True).text()
     if text := form.text():
         index.forms.update((leaf, text) for leaf, _ in added if leaf)
+    for known in (index.name_of(part.tensor) for leaf, part in added if not leaf and name and not form.is_temporary):
+        if index.forms.get(known) == temporary:
+            tag = "".join(known.partition("[")[1:])
+            index.forms[known] = ModelForm(name=index.rename(name) + tag).text()
 
 
 def track_structure(index: TensorIndex, parts: Parts) -> None:
