@@ -352,8 +352,11 @@ class TurnService:
                     if not attempts_left:
                         raise
                     log.warning("job=%s lane=%d is begun anew: %s", job.id, local.number, error.message)
-        except (ReftError, OSError) as error:
-            words = error.message if isinstance(error, ReftError) else str(error)
+        except Exception as error:  # a bug must not leave the turn open: no later step would be protected
+            is_foreseen = isinstance(error, ReftError | OSError)
+            words = error.message if isinstance(error, ReftError) else str(error) or repr(error)
+            if not is_foreseen:
+                log.error("job=%s lane=%d a turn has failed", job.id, local.number, exc_info=error)
             log.warning("job=%s lane=%d %s is not guarded: %s", job.id, local.number, turn.version, words)
             rounds.note_unguarded(job, [UnguardedLane(turn.version.step, local.number, words, turn.attempt)])
             return False

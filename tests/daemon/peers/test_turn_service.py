@@ -231,6 +231,24 @@ def test_turns_of_a_copy_lane_bring_whole_sections_of_the_next_members(play, tol
     play(act, [9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK, 4 * CHUNK + 5], tolerate, "aor")
 
 
+def test_an_error_that_nobody_foresaw_ends_the_turn_with_words(play, monkeypatch):
+    """Else the coordinator would wait for this turn for ever, and protect no later step."""
+
+    async def begin(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        monkeypatch.setattr(nodes.movers[0], "begin", begin)
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        assert nodes.unguarded == [(0, UnguardedLane(1, 0, "can't start new thread", 1))]
+        assert sorted(nodes.guarded) == [(0, 1), (1, 1), (2, 1)]
+
+    play(act)
+
+
 class Wire:
     """Forwards one connection to a mover, and disturbs what the mover sends.
 
