@@ -6,7 +6,17 @@ import pytest
 
 from tests.support.daemons import DaemonProcess
 from tests.support.limits import cramped_daemon
+from tests.support.open_files import OpenFiles
 from tests.support.trainer_forks import Trainer
+
+
+@pytest.fixture(autouse=True)
+def open_files() -> Iterator[None]:
+    """Closes what a test's arenas leave open, after all its other fixtures."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        files = OpenFiles(monkeypatch)
+        yield
+        files.close()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -106,13 +107,11 @@ class ChildProcess:
                 await self.wait_ended()  # it must write nothing that the next one begins
                 self.running = self._start()
             running = self.running
-            try:
-                await asyncio.wait_for(asyncio.shield(running.ready), self.start_s)
-            except asyncio.TimeoutError:
+            # not wait_for: up to Python 3.11 it forgets a cancellation that comes with the result
+            if not (running.ready.done() or (await asyncio.wait({running.ready}, timeout=self.start_s))[0]):
                 self.end(running)
-                raise ChildGone(
-                    f"the {self.name} did not start in {self.start_s:g} s.", "look at this daemon's log"
-                ) from None
+                raise ChildGone(f"the {self.name} did not start in {self.start_s:g} s.", "look at this daemon's log")
+            running.ready.result()
             return running
 
     def _start(self) -> RunningProcess:
@@ -198,18 +197,24 @@ class ChildProcess:
 
         Raises:
             ChildGone: the child has ended.
+            AttachError: a descriptor is closed: its slot was freed meanwhile. The child goes on.
         """
-        end = time.monotonic() + SEND_S
-        while running is self.running:
-            try:
-                send_message(running.channel, message, descriptors)
-                return
-            except BlockingIOError:
-                if time.monotonic() > end:
+        end, are_copied = time.monotonic() + SEND_S, False
+        with contextlib.ExitStack() as copies:
+            while running is self.running:
+                try:
+                    send_message(running.channel, message, descriptors)
+                    return
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        self.end(running)
+                    if not are_copied:
+                        descriptors, are_copied = _copied(descriptors, copies), True
+                    await asyncio.sleep(0.01)  # the child reads its commands at once, unless it is stopped
+                except OSError as error:
+                    if error.errno == errno.EBADF and descriptors:  # the channel is open while it is in use
+                        raise AttachError(f"a slot was freed before the {self.name} had it.", "try again") from error
                     self.end(running)
-                await asyncio.sleep(0.01)  # the child reads its commands at once, unless it is stopped
-            except OSError:
-                self.end(running)
         raise ChildGone(f"the {self.name} has ended.", "look at this daemon's log")
 
     async def call(
@@ -223,16 +228,16 @@ class ChildProcess:
 
         Raises:
             ChildGone: the child has ended, or was killed because it did not answer in time.
+            AttachError: see `send`.
         """
         number = number or self.next_number()
         answer = running.waiting[number] = asyncio.get_running_loop().create_future()
         try:
             await self.send(running, {**message, "id": number}, descriptors)
-            try:
-                return await asyncio.wait_for(asyncio.shield(answer), deadline_s)
-            except asyncio.TimeoutError:
+            if not (await asyncio.wait({answer}, timeout=deadline_s))[0]:  # not wait_for: see `ensure`
                 self.end(running)
-                raise ChildGone(f"the {self.name} did not answer in {deadline_s:g} s, and was killed.") from None
+                raise ChildGone(f"the {self.name} did not answer in {deadline_s:g} s, and was killed.")
+            return answer.result()
         except asyncio.CancelledError:
             try:
                 await self._cancel(running, number, answer)
@@ -255,6 +260,18 @@ class ChildProcess:
         if self.running is not None:
             self.end(self.running)
         await self.wait_ended()
+
+
+def _copied(descriptors: Sequence[int], copies: contextlib.ExitStack) -> list[int]:
+    """Returns copies of descriptors, for a message that waits: the slots may be freed meanwhile.
+
+    A number that is closed then may be the number of another slot when the message is sent.
+    """
+    copied = []
+    for each in descriptors:
+        copied.append(os.dup(each))
+        copies.callback(os.close, copied[-1])
+    return copied
 
 
 def close_untaken(answer: asyncio.Future[ControlMessage]) -> None:

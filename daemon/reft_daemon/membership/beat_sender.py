@@ -74,6 +74,15 @@ class BeatSender:
         asyncio.get_running_loop().call_later(NEWS_S, self._jobs_with_news.discard, monitor.name)
 
     async def _beat(self, monitor: JobMonitor, view: MembershipView, node: str) -> None:
+        try:
+            await self._beat_once(monitor, view, node)
+        finally:
+            key = (monitor.name, node)
+            self._unanswered_beats[key] -= 1
+            if not self._unanswered_beats[key]:  # else an entry of each job and node would stay for ever
+                del self._unanswered_beats[key]
+
+    async def _beat_once(self, monitor: JobMonitor, view: MembershipView, node: str) -> None:
         detector = monitor.detector
         own_report = monitor.own_report(self._monitors.record_of(monitor))
         request = pb.BeatRequest(
@@ -95,13 +104,14 @@ class BeatSender:
                 if monitor.publish(detector.answered(node, reports, heard, time.monotonic())):
                     self.pass_on_soon(monitor)
         except grpc.RpcError as error:
-            await self._note_failed_beat(monitor, detector is monitor.detector, node, error)
+            await self._note_failed_beat(monitor, detector is monitor.detector, view.nodes[node], error)
         except (OSError, ReftError) as error:
             log.debug("job=%s node=%s no beat: %s", monitor.name, node, reason_of(error))
-        finally:
-            self._unanswered_beats[(monitor.name, node)] -= 1
 
-    async def _note_failed_beat(self, monitor: JobMonitor, is_current: bool, node: str, error: grpc.RpcError) -> None:
+    async def _note_failed_beat(
+        self, monitor: JobMonitor, is_current: bool, called: pb.Node, error: grpc.RpcError
+    ) -> None:
+        node = called.id
         code = error.code()
         if code is grpc.StatusCode.ABORTED and is_current:
             monitor.note_left_behind(reason_of(error))
@@ -112,8 +122,9 @@ class BeatSender:
             monitor.detector.refused(node)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._timeouts[node] += 1
-            if self._timeouts[node] % TIMEOUTS_MAX == 0:
-                await self.peers.drop(monitor.view.nodes[node])
+            if self._timeouts[node] >= TIMEOUTS_MAX:
+                del self._timeouts[node]
+                await self.peers.drop(called)  # the round in force may be a newer one, without that node
 
     async def close(self) -> None:
         for task in list(self._tasks):

@@ -337,7 +337,8 @@ class TurnService:
                 "job=%s parity of %s is sealed here: %d bytes in %.2f s",
                 job.id, turn.version, turn.received_bytes, took_s,
             )  # fmt: skip
-        rounds.note_guarded(job, turn.attempt)
+        if self._turns.get(job.id) is turn:
+            rounds.note_guarded(job, turn.attempt)
 
     async def _guard(self, job: JobRecord, turn: JobTurn, local: LocalLane) -> bool:
         """Makes the parity of one lane; returns whether it is sealed. Notes why it is not."""
@@ -352,8 +353,13 @@ class TurnService:
                     if not attempts_left:
                         raise
                     log.warning("job=%s lane=%d is begun anew: %s", job.id, local.number, error.message)
-        except (ReftError, OSError) as error:
-            words = error.message if isinstance(error, ReftError) else str(error)
+        except Exception as error:  # a bug must not leave the turn open: no later step would be protected
+            is_foreseen = isinstance(error, ReftError | OSError)
+            words = error.message if isinstance(error, ReftError) else str(error) or repr(error)
+            if self._turns.get(job.id) is not turn:  # cancelled, perhaps because the job was purged: its files are gone
+                return False
+            if not is_foreseen:
+                log.error("job=%s lane=%d a turn has failed", job.id, local.number, exc_info=error)
             log.warning("job=%s lane=%d %s is not guarded: %s", job.id, local.number, turn.version, words)
             rounds.note_unguarded(job, [UnguardedLane(turn.version.step, local.number, words, turn.attempt)])
             return False
@@ -453,8 +459,12 @@ class TurnService:
         )
         if lost - self._noted.get(job.id, frozenset()):
             self._noted[job.id] = lost
-            # Not at once: the change that is told now must put no other change.
-            asyncio.get_running_loop().call_soon(rounds.note_unguarded, job, sorted(lost))
+
+            def note() -> None:
+                if self._noted.get(job.id) is lost:  # else the job was purged, or another step is protected
+                    rounds.note_unguarded(job, sorted(lost))
+
+            asyncio.get_running_loop().call_soon(note)  # the change that is told now must put no other change
 
 
 def turn_of(job: JobRecord) -> tuple[Version, int] | None:

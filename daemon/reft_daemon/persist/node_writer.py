@@ -8,6 +8,7 @@ Persist(version, attempt) ─► a new attempt: the one before ends ─► the p
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -24,6 +25,7 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.persist.persister import Persister
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource, stored_bytes
 
+log = logging.getLogger("reft.daemon")
 _END: Final = 1 << 62
 
 
@@ -119,8 +121,10 @@ class NodeWriter:
             place = index, part.attempt
             part.index_digest = await self.persister.write(job.id, manifest.lineage, part.version, place, slots, note)
             part.written_bytes = part.total_bytes
-        except (ReftError, OSError, ValueError) as error:
-            part.error = error.message if isinstance(error, ReftError) else str(error)
+        except Exception as error:  # also a bug: the coordinator would ask for this attempt for ever
+            if not isinstance(error, ReftError | OSError | ValueError):
+                log.error("job=%s %s can't be written", job.id, part.version, exc_info=error)
+            part.error = error.message if isinstance(error, ReftError) else str(error) or repr(error)
 
 
 def stored_ranges(manifest: pb.Manifest, node_index: int) -> dict[int, list[SlotRange]]:

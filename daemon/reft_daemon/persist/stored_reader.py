@@ -36,7 +36,7 @@ from reft.core.commit.version import Version
 from reft.core.membership.job_identity import check_name
 from reft.core.persist.storage_url import is_url
 from reft.core.persist.stored_names import checkpoint_name, is_lineage
-from reft.errors import ConfigError, FormatError
+from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft.wire.slot_format import slot_of_head
@@ -170,6 +170,7 @@ class StoredReader:
         Raises:
             ConfigError: this daemon has no storage, or a name can't be one of storage.
             StorageFailed: storage does not answer, or fails.
+            AttachError: another attach has asked for other files meanwhile.
         """
         _check_checkpoint(request.lineage, request.name)
         opening = self._opening.get(request.job)
@@ -182,6 +183,8 @@ class StoredReader:
             return pb.OpenStoredReply(opening=True, fetched_bytes=opening.fetched_bytes)
         if self._opening.get(request.job) is opening:
             del self._opening[request.job]
+        if opening.task.cancelled():  # to a call that ends as cancelled gRPC sends no answer at all
+            raise AttachError(f"the files for job {request.job} are opened for another attach now.", "attach again")
         return await opening.task
 
     async def _open(self, request: pb.OpenStoredRequest) -> pb.OpenStoredReply:

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from reft_daemon.child.child_process import CANCEL_S, ChildProcess, RunningProcess
+from reft.errors import AttachError
+from reft_daemon.child.child_process import CANCEL_S, ChildGone, ChildProcess, RunningProcess
 from reft_daemon.child.control_channel import receive_message, send_message
 from reft_daemon.persist.persister import STALL_S, Persister
 
@@ -74,6 +75,75 @@ def test_child_that_does_not_end_a_cancelled_command_in_time_is_killed() -> None
         assert child.running is None
 
     with_child(act, cancel_s=0.0)
+
+
+def test_command_that_is_cancelled_as_its_answer_comes_is_cancelled() -> None:
+    """Else the turn of a job that was purged would go on, with slots that are freed."""
+
+    async def act(child: ChildProcess, running: RunningProcess, theirs: socket.socket) -> None:
+        call = asyncio.ensure_future(child.call(running, {"do": "open"}, 60, 7))
+        await asyncio.to_thread(receive_message, theirs)
+        running.waiting[7].set_result({"done": 7})
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    with_child(act)
+
+
+def test_start_that_is_cancelled_as_the_child_is_ready_is_cancelled() -> None:
+    async def act(child: ChildProcess, running: RunningProcess, theirs: socket.socket) -> None:
+        ensuring = asyncio.ensure_future(child.ensure())
+        await asyncio.sleep(0)
+        running.ready.set_result({"ready": True})
+        await asyncio.sleep(0)
+        ensuring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ensuring
+
+    with_child(act)
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_slot_that_was_freed_fails_its_command_and_ends_no_child(is_freed: bool) -> None:
+    """The child works for all jobs of the node."""
+
+    async def act(child: ChildProcess, running: RunningProcess, theirs: socket.socket) -> None:
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.close(writing)
+        with pytest.raises(AttachError, match="a slot was freed before the child had it") as raised:
+            await child.call(running, {"do": "begin"}, 60, 7, [-1 if is_freed else writing])
+        assert not isinstance(raised.value, ChildGone) and child.running is running and not running.waiting
+        await child.send(running, {"do": "drop"})
+        assert await asyncio.to_thread(receive_message, theirs) == ({"do": "drop"}, [])
+
+    with_child(act)
+
+
+def test_message_that_waits_takes_the_slots_of_its_call() -> None:
+    """While the child does not read, the slot is freed, and another file gets its number."""
+
+    async def act(child: ChildProcess, running: RunningProcess, theirs: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                send_message(running.channel, {"do": "fill"})
+        slot, other = os.memfd_create("slot"), os.memfd_create("other")
+        os.write(slot, b"slot")
+        sending = asyncio.ensure_future(child.send(running, {"do": "begin"}, [slot]))
+        await asyncio.sleep(0)
+        os.dup2(other, slot)
+        while (received := await asyncio.to_thread(receive_message, theirs)) == ({"do": "fill"}, []):
+            pass
+        await sending
+        assert received is not None
+        message, (arrived,) = received
+        assert message == {"do": "begin"} and os.pread(arrived, 9, 0) == b"slot"
+        for each in (slot, other, arrived):
+            os.close(each)
+
+    with_child(act)
 
 
 def test_persister_may_end_a_cancelled_command_as_slowly_as_storage_may_be() -> None:

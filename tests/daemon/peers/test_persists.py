@@ -203,6 +203,22 @@ def test_the_decision_goes_first_and_the_manifest_last(job):
     running(job, act)
 
 
+def test_an_error_that_nobody_foresaw_is_an_error_of_this_nodes_attempt(job, monkeypatch):
+    """Else the coordinator would ask for ever, and its pin would take a slot of each rank."""
+
+    async def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def act(service: PersistService, storage: Storage) -> None:
+        whole(job, 3)
+        await reached(lambda: storage.of("decide"))
+        monkeypatch.setattr(node_writer.asyncio, "to_thread", no_thread)
+        assert "node n: can't start new thread" in (await ended(service, job)).trouble
+        await reached(lambda: pinned(job) == -1)
+
+    running(job, act)
+
+
 def test_the_step_is_pinned_and_recorded_before_a_node_hears_of_it(job):
     seen = []
 

@@ -21,7 +21,7 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.pins import UnguardedLane
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
-from reft.errors import NoRoom
+from reft.errors import AttachError, NoRoom
 from reft.wire import messages
 from reft.wire.manifest import placement_of
 from reft.wire.slot_format import PAGE
@@ -229,6 +229,57 @@ def test_turns_of_a_copy_lane_bring_whole_sections_of_the_next_members(play, tol
         assert sum(mover.child.moved_bytes for mover in nodes.movers) == 2 * tolerate * sum(nodes.lane.sizes)
 
     play(act, [9 * CHUNK, 7 * CHUNK + 321, 8 * CHUNK, 4 * CHUNK + 5], tolerate, "aor")
+
+
+def test_an_error_that_nobody_foresaw_ends_the_turn_with_words(play, monkeypatch):
+    """Else the coordinator would wait for this turn for ever, and protect no later step."""
+
+    async def begin(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        monkeypatch.setattr(nodes.movers[0], "begin", begin)
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        assert nodes.unguarded == [(0, UnguardedLane(1, 0, "can't start new thread", 1))]
+        assert sorted(nodes.guarded) == [(0, 1), (1, 1), (2, 1)]
+
+    play(act)
+
+
+def test_a_turn_of_a_purged_job_tells_the_round_nothing(play, monkeypatch):
+    """The coordinator would write its pins into a folder that the purge has removed."""
+
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        reserve = leasing.reserve_parity
+
+        async def purged_meanwhile(job: JobRecord, rank: int) -> None:
+            if job is not nodes.jobs[0]:
+                return await reserve(job, rank)
+            nodes.services[0].drop(job.id)
+            raise AttachError("job job was dropped while its slots were made.")
+
+        monkeypatch.setattr(leasing, "reserve_parity", purged_meanwhile)
+        nodes.write(1)
+        nodes.pins(whole=1, turn=1)
+        await nodes.settled()
+        assert not nodes.unguarded and sorted(nodes.guarded) == [(1, 1), (2, 1)]
+
+    play(act)
+
+
+def test_a_loss_of_a_job_that_is_purged_at_once_is_not_told(play):
+    async def act(nodes: Nodes) -> None:
+        await nodes.attach()
+        nodes.pins(whole=1, protected=1)  # no parity of step 1 was made
+        nodes.services[0].drop("job")
+        await nodes.settled()
+        assert [node for node, _ in nodes.unguarded] == [1, 2]
+
+    play(act)
 
 
 class Wire:

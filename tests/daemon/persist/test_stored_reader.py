@@ -89,6 +89,18 @@ def test_again_closes_what_was_open(storage: Path) -> None:
     reading(storage, act)
 
 
+def test_an_attach_whose_files_another_one_replaces_gets_an_answer(storage: Path) -> None:
+    async def act(reader: StoredReader) -> None:
+        first = asyncio.ensure_future(reader.open(request(0, 1, 2, 3)))
+        await asyncio.sleep(0)  # it has begun
+        await reader.open(request(2))
+        with pytest.raises(AttachError, match="opened for another attach now"):
+            await first
+        assert list(reader.opened["run"]) == ["stored-2.slot-40"]
+
+    reading(storage, act)
+
+
 def test_opened_files_stay_for_a_while(storage: Path) -> None:
     async def act(reader: StoredReader) -> None:
         await reader.open(request(0))
