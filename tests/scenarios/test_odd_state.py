@@ -313,6 +313,22 @@ def test_a_state_key_that_cannot_be_in_a_leaf_name_is_refused(key):
         tracked.bind()
 
 
+@pytest.mark.parametrize("columns", [4, 1024], ids=["malloc", "huge pages"])
+def test_a_parameter_with_gaps_gets_state_without_gaps_back(attach, columns):
+    """Such as one half of a fused weight. Its moments are smaller than the memory that it spans."""
+
+    def make():
+        model = nn.Module()
+        fused = torch.randn(1024, 2 * columns)
+        model.left, model.right = nn.Parameter(fused[:, :columns]), nn.Parameter(fused[:, columns:])
+        return model, torch.optim.AdamW(model.parameters())
+
+    (_, optimizer), (_, another), _ = round_trip(attach, make)
+    strides = [{key: each.stride() for state in one.state.values() for key, each in state.items()}
+               for one in (optimizer, another)]  # fmt: skip
+    assert strides[0] == strides[1]
+
+
 def host_of(module):
     return HostState(TrackedObjects({"model.0": module}, [torch.optim.SGD(module.parameters(), lr=0.1)], {}), {})
 

@@ -37,7 +37,7 @@ from reft.client.state.extract.wrapping import WrappedMethod
 from reft.client.state.inner_tensors import InnerTensor, has_inner_tensors, inner_region, inner_tensors, piece_region
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
-from reft.client.state.tensors import TensorIndex, device_of, leaf_of
+from reft.client.state.tensors import TensorIndex, device_of, is_dense, leaf_of
 from reft.core.layout.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
 
@@ -610,8 +610,9 @@ def _allocate(leaf: Leaf, parameter: torch.Tensor, buffer: HugePageBuffer, on_ho
     """
     dtype, stride = getattr(torch, leaf.dtype), parameter.stride()
     has_other_strides = stride != leaf.stride and tuple(parameter.shape) == leaf.shape
-    if has_other_strides and plain_strides(leaf.shape, stride) == leaf.stride:
+    if has_other_strides and is_dense(parameter) and plain_strides(leaf.shape, stride) == leaf.stride:
         # Like the optimizer's own: fused kernels compare strides, also of dimensions of size 1.
+        # A parameter with gaps, such as columns of a wider tensor, has state without gaps.
         leaf = replace(leaf, stride=stride)
     if on_host or parameter.device.type == "cpu":
         return buffer.empty(leaf, dtype)
