@@ -254,6 +254,7 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         status.world, [_facts(entry) for entry in entries], whole, status.backing, list(status.silent_nodes),
         max(status.every, 1), protection, status.degraded, mismatched, holdings,
         status.storage.trouble if status.named else "",
+        status.storage.persisted if status.HasField("storage") and status.storage.persisted >= 0 else None,
     )  # fmt: skip
     health, sentence = judge(facts)
     reason, remedy = split_remedy(sentence)

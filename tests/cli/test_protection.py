@@ -100,6 +100,8 @@ def test_one_node_alone_is_not_warned_of_what_can_not_be_otherwise(storage, left
     assert lines[1] == "health  OK  step 40 is held by the one rank."
     assert "protect LOCAL trainers can be lost now. The loss of this node, the job's only one, " + left in text
     assert not any(line.startswith("exposed") for line in lines)
+    parts = "steps after 32 (on storage)" if storage and storage.persisted >= 0 else "all steps of this run"
+    assert f"a node                    NO        {parts}" in lines
     status = job(rank(0))
     view = status_view.job_view(status, job_survey(1))
     (document,) = status_view.document(reply(status), [view], "x")["jobs"]

@@ -64,6 +64,7 @@ class JobFacts:
         mismatched: leaves whose replicas differ.
         holdings: what is held now; None if not known.
         storage_trouble: what is wrong with the checkpoints on storage; empty: nothing.
+        stored: the newest step on storage; None if there is none.
     """
 
     world: int
@@ -77,6 +78,12 @@ class JobFacts:
     mismatched: Sequence[str] = ()
     holdings: Holdings | None = None
     storage_trouble: str = ""
+    stored: int | None = None
+
+    @property
+    def everything(self) -> str:
+        """Returns the lost parts if all memory is lost."""
+        return "all steps of this run" if self.stored is None else f"steps after {self.stored} (on storage)"
 
     @property
     def word(self) -> ProtectionWord | None:
@@ -148,11 +155,15 @@ def _judge_incomplete(job: JobFacts, names: str) -> tuple[Health, str]:
 def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
     """Returns (loss, whether the state survives it, lost parts) for each kind of loss."""
     held = job.whole is not None
-    step = f"steps after {job.whole.step}" if job.whole else "all steps of this run"
-    everything = "all steps of this run"
+    everything = job.everything
+    step = f"steps after {job.whole.step}" if job.whole else everything
     after = {
-        "tmpfs": ("a daemon, trainers alive", held, "nothing"),
-        "memfd": ("a daemon (memfd: while its trainers live)", held, "nothing while its trainers live"),
+        "tmpfs": ("a daemon, trainers alive", held, "nothing" if held else everything),
+        "memfd": (
+            "a daemon (memfd: while its trainers live)",
+            held,
+            "nothing while its trainers live" if held else everything,
+        ),
         "unlinked": ("a daemon (its files were removed)", False, everything),
     }
     stays = job.backing == "tmpfs"
@@ -166,8 +177,7 @@ def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
 
 def _node_losses(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
     """Returns the rows for losses of nodes. A loss that is not known counts as not survived."""
-    everything = "all steps of this run"
-    protection = job.protection
+    everything, protection = job.everything, job.protection
     if job.whole is None or protection is None or protection.version is None or protection.tolerated < 0:
         return [("a node", False, everything)]
     if protection.version.is_older_than(job.whole):
