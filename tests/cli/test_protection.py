@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from reft.cli import recover_view, status_text, status_view
+from reft.cli import recover, recover_view, status_text, status_view
 from reft.cli.main import main
 from reft.cli.recover import pairs_of
 from reft.cli.recover_view import recovery_lines, recovery_view, with_targets
@@ -293,6 +293,27 @@ def test_status_and_recover_say_the_same_of_a_total_loss():
     assert view.whole is None and not any(survives for _, survives, _ in view.survives)
     text = status_text.status_lines(reply(status), [view])
     assert "fix     reft-cli purge run1 --yes, then start from your checkpoint" in text
+
+
+@pytest.mark.parametrize("silent", [[], ["node-b"]])
+def test_nobody_is_asked_to_purge_a_job_that_goes_on_from_storage(monkeypatch, silent):
+    found = replace(job_survey(2, steps=()), silent=dict.fromkeys(silent, ""))
+    for each in found.replies.values():
+        each.decision.base.CopyFrom(pb.Version(epoch=EPOCH, step=40))
+    storage = pb.StorageStatus(persisted=32, step=-1)
+    status = job(rank(0, alive=False), rank(1, alive=False), whole=-1, storage=storage)
+    monkeypatch.setattr(recover, "job_status", lambda *_: (status, "node-a"))
+    monkeypatch.setattr(recover, "survey", lambda *_: (found, {}))
+    remedy = status_view.job_view(status, found).remedy
+    assert recover.RecoverCommand("unix:/x", "run1", {}).look()[0].remedy == remedy
+    assert remedy.endswith("start the job again: it goes on from step 32, which is on storage")
+    assert remedy.startswith("start node-b again if") is bool(silent) and "purge" not in remedy
+
+
+def test_if_the_coordinator_is_silent_storage_is_to_be_looked_at_before_a_purge():
+    found = replace(job_survey(2, {0}, steps=()), silent={"node-a": ""})
+    view = status_view.job_view(job(rank(1, alive=False), whole=-1, silent_nodes=["node-a"]), found)
+    assert view.remedy.endswith("But if reft-cli list run1 names a step on storage, only start the job again")
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

@@ -173,6 +173,19 @@ def fresh_start_block(job: str, inventory: Inventory) -> str:
     ])  # fmt: skip
 
 
+def stored_remedy(step: int, silent: Collection[str]) -> str:
+    """Returns what to do if memory has no step that can be restored, and storage has one.
+
+    A purge would end the job on storage.
+
+    Args:
+        step: the newest one on storage.
+        silent: names of the nodes that do not answer.
+    """
+    first = f"start {', '.join(silent)} again if the memory there may hold a newer step; then " if silent else ""
+    return f"{first}start the job again: it goes on from step {step}, which is on storage"
+
+
 def _missing(
     inventory: Inventory,
     plan: RecoveryPlan,
@@ -212,4 +225,5 @@ def _remedy(job: str, inventory: Inventory) -> str:
     if not inventory.silent:
         return purge
     nodes = ", ".join(inventory.silent)
-    return f"start {nodes} and its reft-daemon again with the old slots, then start the job; if that memory is gone: {purge}"
+    its = "its" if len(inventory.silent) == 1 else "their"
+    return f"start {nodes} and {its} reft-daemon again with the old slots, then start the job; if that memory is gone: {purge}"

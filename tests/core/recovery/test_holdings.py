@@ -54,7 +54,7 @@ def test_a_silent_node_may_bring_back_what_is_missing():
         "no version is whole now: Node n1 does not answer. Node n2 does not answer (Connection refused)."
     )
     assert holdings.remedy == (
-        "start n1, n2 and its reft-daemon again with the old slots, then start the job; "
+        "start n1, n2 and their reft-daemon again with the old slots, then start the job; "
         f"if that memory is gone: {PURGE}"
     )
 
