@@ -12,7 +12,7 @@ from typing import Any
 
 from reft.core.coding.turn_pace import TurnPace
 from reft.core.commit.version import Version
-from reft.core.recovery.holdings import Holdings, stored_remedy
+from reft.core.recovery.holdings import UNPROVED, Holdings, stored_remedy
 from reft.core.status.health import Health, JobFacts, RankFacts, held_version, judge, survival
 from reft.core.status.loss_analysis import LossReport
 from reft.core.status.protection import Protection
@@ -255,6 +255,7 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         max(status.every, 1), protection, status.degraded, mismatched, holdings,
         status.storage.trouble if status.named else "",
         status.storage.persisted if status.HasField("storage") and status.storage.persisted >= 0 else None,
+        [name for name in status.silent_nodes if job_survey and job_survey.silent.get(name, "").startswith(UNPROVED)],
     )  # fmt: skip
     health, sentence = judge(facts)
     reason, remedy = split_remedy(sentence)

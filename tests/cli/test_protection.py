@@ -16,6 +16,7 @@ from reft.cli.recover_view import recovery_lines, recovery_view, with_targets
 from reft.core.coding.placement import capsule_holders
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Leaf
+from reft.core.recovery.holdings import UNPROVED
 from reft.core.status.health import Health
 from reft.errors import ConfigError
 from reft.wire.inventory import JobSurvey
@@ -308,6 +309,16 @@ def test_nobody_is_asked_to_purge_a_job_that_goes_on_from_storage(monkeypatch, s
     assert recover.RecoverCommand("unix:/x", "run1", {}).look()[0].remedy == remedy
     assert remedy.endswith("start the job again: it goes on from step 32, which is on storage")
     assert remedy.startswith("start node-b again if") is bool(silent) and "purge" not in remedy
+
+
+def test_a_node_that_does_not_know_the_job_is_not_called_silent():
+    found = replace(job_survey(4, {2}), silent={"node-c": f"{UNPROVED} (UNAUTHENTICATED, unproved: a proof is needed.)"})
+    view = status_view.job_view(job(*(rank(i) for i in range(4)), silent_nodes=["node-c"]), found)
+    assert view.health is Health.WARN and view.reason == (
+        "the daemon of node-c does not know this job, or not by this node's token; step 40 can be restored without it."
+    )
+    view = status_view.job_view(job(*(rank(i) for i in range(4)), silent_nodes=["node-b", "node-c"]), found)
+    assert view.reason.startswith("no answer from the daemon of node-b; the daemon of node-c does not know")
 
 
 def test_if_the_coordinator_is_silent_storage_is_to_be_looked_at_before_a_purge():

@@ -65,6 +65,7 @@ class JobFacts:
         holdings: what is held now; None if not known.
         storage_trouble: what is wrong with the checkpoints on storage; empty: nothing.
         stored: the newest step on storage; None if there is none.
+        refusing_nodes: those of the silent nodes whose daemons answer, and do not know this job.
     """
 
     world: int
@@ -79,6 +80,7 @@ class JobFacts:
     holdings: Holdings | None = None
     storage_trouble: str = ""
     stored: int | None = None
+    refusing_nodes: Sequence[str] = ()
 
     @property
     def everything(self) -> str:
@@ -98,7 +100,7 @@ def judge(job: JobFacts) -> tuple[Health, str]:
     if job.holdings is not None and job.holdings.is_lost:
         return Health.ERR, job.holdings.reason
     if job.silent_nodes:
-        return _judge_incomplete(job, ", ".join(job.silent_nodes))
+        return _judge_incomplete(job)
     if job.whole is None:
         return Health.WARN, "nothing is whole yet: a failure now would lose all steps of this run."
     living = [rank for rank in job.ranks if rank.alive]
@@ -142,14 +144,18 @@ def _on_nodes(job: JobFacts) -> str:
     return f" {survives(job.whole.step, protection.version.step, protection.tolerated)}."
 
 
-def _judge_incomplete(job: JobFacts, names: str) -> tuple[Health, str]:
-    """Returns the health and the sentence if some daemons do not answer."""
+def _judge_incomplete(job: JobFacts) -> tuple[Health, str]:
+    """Returns the health and the sentence if some daemons do not answer, or do not know the job."""
+    silent = [name for name in job.silent_nodes if name not in job.refusing_nodes]
+    words = [f"no answer from the daemon of {', '.join(silent)}"] if silent else []
+    if job.refusing_nodes:
+        words.append(f"the daemon of {', '.join(job.refusing_nodes)} does not know this job, or not by this node's token")
+    lacking = "; ".join(words)
     if job.holdings is None:
-        return Health.WARN, f"no answer from the daemon of {names}; its slots are not known."
+        return Health.WARN, f"{lacking}; its slots are not known."
     if job.holdings.version is None:
-        return Health.WARN, f"no answer from the daemon of {names}, and nothing is whole yet."
-    step = job.holdings.version.step
-    return Health.WARN, f"no answer from the daemon of {names}; step {step} can be restored without it."
+        return Health.WARN, f"{lacking}, and nothing is whole yet."
+    return Health.WARN, f"{lacking}; step {job.holdings.version.step} can be restored without it."
 
 
 def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
