@@ -128,10 +128,12 @@ def judge(job: JobFacts) -> tuple[Health, str]:
         return Health.WARN, f"step {job.whole.step} is held, but checkpoints fail: {job.storage_trouble}"
     if all(rank.closed for rank in job.ranks):
         return Health.OK, f"training has ended; step {job.whole.step} is still held."
-    if len(living) < job.world:
-        gone = job.world - len(living)
+    gone = job.world - sum(rank.alive or rank.closed for rank in job.ranks)
+    if gone:
         return Health.WARN, f"trainers gone: {gone} of {job.world}; step {job.whole.step} is held."
-    return Health.OK, f"step {job.whole.step} is held by {every(job.world, 'rank')}.{_on_nodes(job)}"
+    ended = job.world - len(living)
+    also = f" Training has ended on {ended} of {job.world} ranks." if ended else ""
+    return Health.OK, f"step {job.whole.step} is held by {every(job.world, 'rank')}.{also}{_on_nodes(job)}"
 
 
 def _on_nodes(job: JobFacts) -> str:

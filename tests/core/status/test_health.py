@@ -78,6 +78,16 @@ def test_no_living_trainer_is_a_warning_with_the_held_step():
     assert judge(replace(GOOD, ranks=dead)) == (Health.WARN, "trainers gone: 2 of 2; step 10 is held.")
 
 
+def test_a_trainer_that_has_ended_is_not_gone():
+    ended = ranks(alive=False, closed=True)
+    assert judge(replace(GOOD, ranks=ended)) == (
+        Health.OK,
+        "step 10 is held by all 2 ranks. Training has ended on 1 of 2 ranks.",
+    )
+    dead = (replace(ended[0], alive=False), ended[1])
+    assert judge(replace(GOOD, ranks=dead)) == (Health.WARN, "trainers gone: 1 of 2; step 10 is held.")
+
+
 def test_which_losses_are_survived():
     held = {loss: survives for loss, survives, _ in survival(GOOD)}
     assert held == {
