@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reft.cli.ask import ask, job_status, local_address
 from reft.cli.recover_view import RecoveryView, recovery_view, with_targets
+from reft.cli.status_view import remedy_of
 from reft.cli.survey import survey
 from reft.core.commit.version import Version
 from reft.core.recovery.recovery import RecoveryPlan
@@ -74,6 +75,8 @@ class RecoverCommand:
             self._addresses[self._local.node_id] = list(self._local.addresses)
         plan = job_survey.rebuild_plan(self.erased)
         view = recovery_view(self.job, job_survey, plan, self.erased)
+        if view.remedy:
+            view = replace(view, remedy=remedy_of(status, job_survey, job_survey.holdings(self.job, self.erased, plan)))
         known = {*job_survey.names.values(), *job_survey.nodes, *self._short_names(job_survey)}
         if unknown := sorted(set(self.onto) - known):
             raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any
 
 from reft.core.coding.turn_pace import TurnPace
 from reft.core.commit.version import Version
-from reft.core.recovery.holdings import Holdings
+from reft.core.recovery.holdings import UNPROVED, Holdings, stored_remedy
 from reft.core.status.health import Health, JobFacts, RankFacts, held_version, judge, survival
 from reft.core.status.loss_analysis import LossReport
 from reft.core.status.protection import Protection
@@ -254,6 +254,8 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         status.world, [_facts(entry) for entry in entries], whole, status.backing, list(status.silent_nodes),
         max(status.every, 1), protection, status.degraded, mismatched, holdings,
         status.storage.trouble if status.named else "",
+        status.storage.persisted if status.HasField("storage") and status.storage.persisted >= 0 else None,
+        [name for name in status.silent_nodes if job_survey and job_survey.silent.get(name, "").startswith(UNPROVED)],
     )  # fmt: skip
     health, sentence = judge(facts)
     reason, remedy = split_remedy(sentence)
@@ -264,12 +266,25 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
         health, reason, whole.step if whole else None, base.step if base else None,
         _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
         protection, status.degraded_s, mismatched, own, status.held_bytes, status.peak_bytes,
-        (holdings.remedy if holdings else "") or remedy,
+        remedy_of(status, job_survey, holdings) or remedy,
         _exchange_view(status.exchange) if status.HasField("exchange") else None,
         _storage_view(status.storage) if status.HasField("storage") else None,
         status.ended_s if status.HasField("ended_s") else None, status.kept_s if status.HasField("kept_s") else None,
         (status.other_format_slots, status.other_format_bytes),
     )  # fmt: skip
+
+
+def remedy_of(status: pb.JobStatus, job_survey: JobSurvey | None, holdings: Holdings | None) -> str:
+    """Returns what to do if no version of a job can be restored from memory; else empty."""
+    if holdings is None or job_survey is None or not holdings.is_lost:
+        return ""
+    if status.HasField("storage") and status.storage.persisted >= 0:
+        return stored_remedy(status.storage.persisted, job_survey.silent)
+    # Only the coordinator knows of storage. A purge would end the job there.
+    coordinators = [node.name for node in job_survey.manifest.nodes[:1]] if job_survey.manifest else []
+    if status.named and job_survey.silent.keys() & set(coordinators):
+        return f"{holdings.remedy}. But if reft-cli list {status.job} names a step on storage, only start the job again"
+    return holdings.remedy
 
 
 def _exchange_view(exchange: pb.ExchangeStatus) -> ExchangeView:

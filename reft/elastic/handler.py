@@ -148,9 +148,9 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._signals = RestartSignals()
         seal = EntrySeal(settings.run_id, taken.key.entry_key(settings.run_id) if taken.key else None)
         self._holder = StateHolder(backend_of(inner), settings, self._node, self._signals.is_gone, seal)
-        executor = Executor(self._node, self._holder, settings, facts, shrink_s)
+        self._executor = Executor(self._node, self._holder, settings, facts, shrink_s)
         record = recorder(type(inner).__name__, settings.run_id, self._node)
-        replace_parts(inner, self._holder, executor, record)
+        replace_parts(inner, self._holder, self._executor, record)
         for name in missing_in(CACHES, inner):
             say(f"this torch has no {name}: {name.use}.")
         self._poller = StorePoller(inner.num_nodes_waiting)
@@ -316,6 +316,9 @@ class ReftRendezvousHandler(RendezvousHandler):
         if waiting is None:
             return 0
         state = self._holder.state
+        if state.failed:
+            self._say(f"node {state.failed} has failed, and its agent ended the launch. Workers end now.")
+            return 1
         if waiting or state.closed:
             return waiting
         if state.round != self._round.number or self._node not in state.participants:
@@ -352,6 +355,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         if self._heartbeat_client and self._round.members:
             self._heartbeat_client.close(AgentPhase.FINISHED if has_finished else AgentPhase.FAILED)
         self._settle()
+        self._executor.has_failed = not has_finished
         is_closed = bool(self._inner.shutdown())
         try:
             self._holder.leave()

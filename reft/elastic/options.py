@@ -39,6 +39,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "ssl_cert_key": ("", "etcd: file with the key of the client certificate"),
     "etcd_user": ("", "etcd: name of a user; the password is in REFT_ETCD_PASSWORD"),
 }
+NUMBER_MAX = 10**9  # seconds, or a count; torch fails with much larger ones
 # torchrun adds these two to every rendezvous. reft is built on torch's dynamic rendezvous, which
 # uses neither.
 TORCHS_OWN = ("timeout", "rank")
@@ -57,8 +58,11 @@ def check(parameters: RendezvousParameters) -> None:
             f"use {', '.join(OPTIONS)}",
         )
     for name, (default, _) in OPTIONS.items():
-        if isinstance(default, int) and number(parameters, name) <= 0:
-            raise ConfigError(f"--rdzv-conf {name}={number(parameters, name)} must be above 0.")
+        if isinstance(default, int) and not 0 < number(parameters, name) <= NUMBER_MAX:
+            raise ConfigError(
+                f"--rdzv-conf {name}={number(parameters, name)} must be above 0, and at most {NUMBER_MAX}.",
+                f"{name}={default} is the default",
+            )
     for name in ("warm", "is_host"):
         truth(parameters, name)
 

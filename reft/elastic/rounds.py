@@ -30,6 +30,8 @@ torch's operations and timeouts stay. What differs is numbered below.
    a spare would take a living node's rank whenever it is faster.
 10. Who waits when a round is complete with all of --nnodes becomes a spare. torch leaves it on the
     wait list, and then all workers would be restarted again and again for a node without a place.
+11. A state says which node's failure has closed it. Then the others end, as nobody restarts there.
+    torch tells nobody. Without a daemon's signal they trained on, if no worker noticed.
 """
 
 from __future__ import annotations
@@ -218,6 +220,9 @@ class Executor(OpExecutor):
         settings: of the rendezvous.
         facts: what this agent tells the other agents of itself.
         shrink_s: how long a job that has run waits for more nodes than the minimum.
+
+    Attributes:
+        has_failed: whether this node's failure ends the launch, so that the others end, too.
     """
 
     def __init__(
@@ -227,6 +232,7 @@ class Executor(OpExecutor):
         self._record = recorder(type(self).__name__, settings.run_id, node)  # type: ignore[method-assign]
         self._holder, self._facts, self._shrink_s = holder, facts, shrink_s
         self._poll_s = poll_s(settings.max_nodes)
+        self.has_failed = False
 
     def run(self, state_handler: Any, deadline: float, update_deadline: Any = None) -> None:
         """Runs torch's loop, but reads the state again soon where torch waits for a second."""
@@ -288,6 +294,11 @@ class Executor(OpExecutor):
         super()._remove_from_participants()
         self._state.wait_list.add(self._node)
         self._keep_alive()
+
+    def _mark_rendezvous_closed(self) -> None:
+        super()._mark_rendezvous_closed()
+        if self.has_failed:
+            self._state.failed = self._facts.name or str(self._node)
 
     def _mark_rendezvous_complete(self) -> None:
         super()._mark_rendezvous_complete()

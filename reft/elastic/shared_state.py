@@ -59,6 +59,7 @@ class SharedState(RendezvousState):
         token: 32 random bytes in hex; agents and daemons of this launch prove themselves with it.
             Empty if they derive it from a job key.
         number: grows with each write of the state.
+        failed: name of the node whose failure has closed the state; empty: none, or it is open.
     """
 
     def __init__(self) -> None:
@@ -68,6 +69,7 @@ class SharedState(RendezvousState):
         self.launch = ""
         self.token = ""
         self.number = 0
+        self.failed = ""
 
     def everyone(self) -> set[NodeDesc]:
         """Returns all nodes that take part, wait, or are spare."""
@@ -120,6 +122,7 @@ def encode(state: SharedState) -> bytes:
             "round": state.round,
             "complete": state.complete,
             "closed": state.closed,
+            "failed": state.failed,
             "deadline": _moment_text(state.deadline),
             "launch": state.launch,
             "token": state.token,
@@ -160,6 +163,7 @@ def _state(document: dict[str, Any]) -> SharedState:
     state.round, state.number = _number(document["round"]), _number(document["number"])
     state.complete, state.closed = bool(document["complete"]), bool(document["closed"])
     state.deadline = _moment(document["deadline"])
+    state.failed = _text(document.get("failed", ""))  # agents of earlier versions do not write it
     state.launch, state.token = _text(document["launch"]), _text(document["token"])
     if state.token and len(bytes.fromhex(state.token)) != TOKEN_BYTES:
         raise ValueError(f"a token has {TOKEN_BYTES} bytes")

@@ -50,7 +50,7 @@ REQUIRED = _table(
         RENDEZVOUS + "dynamic_rendezvous:_BackendRendezvousStateHolder": "_backend",
         RENDEZVOUS
         + "dynamic_rendezvous:_DistributedRendezvousOpExecutor": "_node _state _settings _record _keep_alive "
-        "_add_to_participants _remove_from_participants _mark_rendezvous_complete",
+        "_add_to_participants _remove_from_participants _mark_rendezvous_closed _mark_rendezvous_complete",
         RENDEZVOUS + "utils": "_matches_machine_hostname",
     },
 )

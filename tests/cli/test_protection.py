@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from reft.cli import recover_view, status_text, status_view
+from reft.cli import recover, recover_view, status_text, status_view
 from reft.cli.main import main
 from reft.cli.recover import pairs_of
 from reft.cli.recover_view import recovery_lines, recovery_view, with_targets
 from reft.core.coding.placement import capsule_holders
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Leaf
+from reft.core.recovery.holdings import UNPROVED
 from reft.core.status.health import Health
 from reft.errors import ConfigError
 from reft.wire.inventory import JobSurvey
@@ -100,6 +101,8 @@ def test_one_node_alone_is_not_warned_of_what_can_not_be_otherwise(storage, left
     assert lines[1] == "health  OK  step 40 is held by the one rank."
     assert "protect LOCAL trainers can be lost now. The loss of this node, the job's only one, " + left in text
     assert not any(line.startswith("exposed") for line in lines)
+    parts = "steps after 32 (on storage)" if storage and storage.persisted >= 0 else "all steps of this run"
+    assert f"a node                    NO        {parts}" in lines
     status = job(rank(0))
     view = status_view.job_view(status, job_survey(1))
     (document,) = status_view.document(reply(status), [view], "x")["jobs"]
@@ -291,6 +294,37 @@ def test_status_and_recover_say_the_same_of_a_total_loss():
     assert view.whole is None and not any(survives for _, survives, _ in view.survives)
     text = status_text.status_lines(reply(status), [view])
     assert "fix     reft-cli purge run1 --yes, then start from your checkpoint" in text
+
+
+@pytest.mark.parametrize("silent", [[], ["node-b"]])
+def test_nobody_is_asked_to_purge_a_job_that_goes_on_from_storage(monkeypatch, silent):
+    found = replace(job_survey(2, steps=()), silent=dict.fromkeys(silent, ""))
+    for each in found.replies.values():
+        each.decision.base.CopyFrom(pb.Version(epoch=EPOCH, step=40))
+    storage = pb.StorageStatus(persisted=32, step=-1)
+    status = job(rank(0, alive=False), rank(1, alive=False), whole=-1, storage=storage)
+    monkeypatch.setattr(recover, "job_status", lambda *_: (status, "node-a"))
+    monkeypatch.setattr(recover, "survey", lambda *_: (found, {}))
+    remedy = status_view.job_view(status, found).remedy
+    assert recover.RecoverCommand("unix:/x", "run1", {}).look()[0].remedy == remedy
+    assert remedy.endswith("start the job again: it goes on from step 32, which is on storage")
+    assert remedy.startswith("start node-b again if") is bool(silent) and "purge" not in remedy
+
+
+def test_a_node_that_does_not_know_the_job_is_not_called_silent():
+    found = replace(job_survey(4, {2}), silent={"node-c": f"{UNPROVED} (UNAUTHENTICATED, unproved: a proof is needed.)"})
+    view = status_view.job_view(job(*(rank(i) for i in range(4)), silent_nodes=["node-c"]), found)
+    assert view.health is Health.WARN and view.reason == (
+        "the daemon of node-c does not know this job, or not by this node's token; step 40 can be restored without it."
+    )
+    view = status_view.job_view(job(*(rank(i) for i in range(4)), silent_nodes=["node-b", "node-c"]), found)
+    assert view.reason.startswith("no answer from the daemon of node-b; the daemon of node-c does not know")
+
+
+def test_if_the_coordinator_is_silent_storage_is_to_be_looked_at_before_a_purge():
+    found = replace(job_survey(2, {0}, steps=()), silent={"node-a": ""})
+    view = status_view.job_view(job(rank(1, alive=False), whole=-1, silent_nodes=["node-a"]), found)
+    assert view.remedy.endswith("But if reft-cli list run1 names a step on storage, only start the job again")
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

@@ -38,7 +38,7 @@ def test_the_script_is_found_among_the_flags_of_torchrun():
 
 def test_unknown_options_and_wrong_numbers_are_refused():
     check(parameters(timeout=900, join_timeout="7"))
-    for config in ({"join_timout": 7}, {"join_timeout": 0}, {"shrink_timeout": "soon"}):
+    for config in ({"join_timout": 7}, {"join_timeout": 0}, {"shrink_timeout": "soon"}, {"join_timeout": 10**15}):
         with pytest.raises(ConfigError):
             check(parameters(**config))
     assert number(parameters(), "shrink_timeout") == OPTIONS["shrink_timeout"][0]
@@ -54,9 +54,22 @@ def test_an_option_that_is_neither_yes_nor_no_is_refused():
 def test_several_nodes_need_a_valid_endpoint():
     with pytest.raises(ConfigError, match="--rdzv-endpoint"):
         tcp.connect(parameters(nodes=2), "job")
+    with pytest.raises(ConfigError, match="the port is missing"):
+        tcp.connect(parameters("127.0.0.1:0", nodes=2), "job")
     for endpoint in ("etcd://", "etcd://host"):
         with pytest.raises(ConfigError, match="members"):
             etcd.connect(parameters(endpoint), "job")
+
+
+def test_port_0_of_one_node_is_a_store_in_the_agent(monkeypatch):
+    def start(*_):
+        raise AssertionError("a process was started for the store of one agent")
+
+    monkeypatch.setattr(tcp, "_ensure_host", start)
+    backend, store = tcp.connect(parameters("localhost:0", read_timeout=5), "job")
+    assert backend.get_state() is None
+    store.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_a_program_at_the_endpoint_that_is_no_store_is_an_error():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -369,6 +370,27 @@ def test_an_agent_that_joins_an_ending_job_gets_an_error(make_job):
         job.agent("node-c").next_rendezvous()
 
 
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_the_others_end_only_with_a_node_that_has_failed(make_job, has_failed, capfd):
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a, b) == [0, 1]
+    with suppress(ValueError):
+        try:
+            if has_failed:
+                raise ValueError("a worker failed, and no restart is left")
+        finally:
+            assert a.shutdown()
+    until(lambda: b._inner.is_closed(), what="the end of the launch")
+    if not has_failed:
+        assert b.num_nodes_waiting() == 0, "its workers train to their end"
+        return
+    await_restart_reason(b)
+    assert "node 0 has failed, and its agent ended the launch. Workers end now." in capfd.readouterr().err
+    with pytest.raises(RendezvousClosedError):
+        b.next_rendezvous()
+
+
 def test_a_late_spare_that_shuts_down_does_not_end_the_job(make_job):
     job = make_job("1")
     a, spare = job.agent("node-a"), job.agent("node-s")
@@ -588,7 +610,7 @@ def test_the_state_is_unchanged_by_encode_and_decode():
     facts = AgentFacts("process", "home", "name", "domain", ("unix:x", "h:1"), "user u")
     state.facts = dict.fromkeys((a, b, c, d), facts)
     state.places, state.launch, state.token = [PreviousRank(0, Participant("x", "y"))], "launch", "ab" * 32
-    state.number = 7
+    state.number, state.failed = 7, "n1"
     assert vars(decode(encode(state))) == vars(state)
 
 
@@ -600,10 +622,11 @@ def test_a_name_that_would_forge_lines_is_refused(name):
         decode(encode(state))
 
 
-def test_facts_of_agents_of_an_earlier_version_are_read():
+def test_states_of_agents_of_an_earlier_version_are_read():
     state, node = SharedState(), _NodeDesc("a", 7, 0)
     state.participants, state.facts = {node: 0}, {node: AgentFacts(name="n1", certificates="user u")}
-    earlier = encode(state).replace(b',"certificates":"user u"', b"")
+    earlier = encode(state).replace(b',"certificates":"user u"', b"").replace(b'"failed":"",', b"")
+    assert b"failed" not in earlier and decode(earlier).failed == ""
     assert decode(earlier).facts == {node: AgentFacts(name="n1")}
 
 

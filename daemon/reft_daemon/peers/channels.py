@@ -26,6 +26,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from reft.core.recovery.holdings import UNPROVED
 from reft.errors import FormatError
 from reft.wire import messages, proof, rpc
 from reft.wire.certificate_role import REMEDY
@@ -64,7 +65,7 @@ class UnprovedReply(grpc.aio.AioRpcError):
     def __init__(self, status: grpc.StatusCode, text: str, challenge: bytes = b"") -> None:
         words = "".join(each if each.isprintable() else " " for each in text[:TEXT_MAX])
         super().__init__(
-            grpc.StatusCode.UNAVAILABLE, details=f"its answer has no proof ({status.name}, unproved: {words})"
+            grpc.StatusCode.UNAVAILABLE, details=f"{UNPROVED} ({status.name}, unproved: {words})"
         )
         self.is_refusal = status is grpc.StatusCode.UNAUTHENTICATED
         self.challenge = challenge

@@ -195,11 +195,15 @@ class PersistService:
     async def end_lineage(self, job: JobRecord) -> None:
         """Marks the job's lineage as ended on purpose, if this daemon writes to storage.
 
+        It stays if the job went on without this node: its checkpoints are the newer ones.
+
         Raises:
             StorageFailed: it is not marked. A later start under this name would go on with it.
         """
         if self._persister is not None and is_lineage(job.record.manifest.lineage):
-            await self._persister.end(job.id, job.record.manifest.lineage)
+            decision = messages.decision_from(job.record.decision) if job.record.HasField("decision") else None
+            if not await self._persister.end(job.id, job.record.manifest.lineage, decision):
+                log.warning("job=%s went on without this node: its checkpoints on storage stay", job.id)
 
     async def request(self, job: JobRecord, request: pb.PersistJobRequest) -> pb.PersistJobReply:
         """Takes a request for a checkpoint, or for how far it is. The coordinator answers.

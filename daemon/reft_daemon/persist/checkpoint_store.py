@@ -348,17 +348,29 @@ class CheckpointStore:
 
     # Removing
 
-    def end(self, lineage: str) -> None:
+    def end(self, lineage: str, decision: Decision | None = None) -> bool:
         """Marks a lineage as ended on purpose: a later attach does not find it by itself.
 
+        Returns whether it is marked. It is not if another attach went on with it: the memory that
+        is freed is older than the job, which may train elsewhere.
+
+        Args:
+            lineage: its name.
+            decision: the newest one that the freed memory knows; None: it is not asked for.
+
         Raises:
-            OSError: storage does not take it.
+            OSError: storage does not take it, or can't be read.
             FormatError: storage has a mark without the MAC of the key.
         """
+        if decision is not None:
+            with contextlib.suppress(FormatError):  # nobody can go on with damaged decisions
+                if unknown_decisions(self.decisions(lineage), decision):
+                    return False
         text = stored.encode_end(self.job, lineage, os.urandom(_NONCE_BYTES).hex(), self._key)
         folder = self._folder.folder(lineage)
         if not folder.put_if_absent(stored_names.ENDED, text):
             has_ended(folder, self.job, self._key)
+        return True
 
     def prune(self, lineage: str, decision: Decision, settings: retention.RetentionSettings) -> list[str]:
         """Removes what `settings` do not keep; returns the names of the removed folders.

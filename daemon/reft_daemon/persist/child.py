@@ -152,10 +152,10 @@ class StorageServer:
         return {"removed": len(removed)}, []
 
     def _end(self, message: ControlMessage, _: Sequence[int]) -> Answer:
-        store = self._store(message)
-        for lineage in [message["lineage"]] if message["lineage"] else store.lineages():
-            store.end(lineage)
-        return {}, []
+        store, decision = self._store(message), decision_of(message["decision"]) if message["decision"] else None
+        lineages = [message["lineage"]] if message["lineage"] else store.lineages()
+        marked = [store.end(lineage, decision) for lineage in lineages]
+        return {"marked": all(marked)}, []
 
     def _list(self, message: ControlMessage, _: Sequence[int]) -> Answer:
         store, lineages = self._store(message), []

@@ -192,13 +192,17 @@ class Persister:
         removed: int = (await self._call(message, PRUNE_S))["removed"]
         return removed
 
-    async def end(self, job: str, lineage: str) -> None:
+    async def end(self, job: str, lineage: str, decision: Decision | None = None) -> bool:
         """Marks a lineage as ended on purpose.
+
+        Returns whether it is marked; see `CheckpointStore.end`.
 
         Raises:
             StorageFailed: it is not marked.
         """
-        await self._call({"do": "end", "job": job, "lineage": lineage}, STALL_S)
+        message = {"do": "end", "job": job, "lineage": lineage, "decision": _hex(decision) if decision else ""}
+        marked: bool = (await self._call(message, STALL_S))["marked"]
+        return marked
 
     def close(self) -> None:
         """Ends the persister; does not wait for it."""

@@ -34,6 +34,7 @@ REQUIRE = "REFT_RESTORE=require"
 FRAME = "=" * 88
 REASON_MAX = 300  # characters of the reason why a node is silent
 RANKS_MAX = 8  # a line names at most so many ranks
+UNPROVED = "its answer has no proof"  # begins the reason of a node that does not know the asking node's token
 PARTIAL_MAX = 3  # versions that can't be restored and whose reason is given
 
 
@@ -173,6 +174,19 @@ def fresh_start_block(job: str, inventory: Inventory) -> str:
     ])  # fmt: skip
 
 
+def stored_remedy(step: int, silent: Collection[str]) -> str:
+    """Returns what to do if memory has no step that can be restored, and storage has one.
+
+    A purge would end the job on storage.
+
+    Args:
+        step: the newest one on storage.
+        silent: names of the nodes that do not answer.
+    """
+    first = f"start {', '.join(silent)} again if the memory there may hold a newer step; then " if silent else ""
+    return f"{first}start the job again: it goes on from step {step}, which is on storage"
+
+
 def _missing(
     inventory: Inventory,
     plan: RecoveryPlan,
@@ -211,5 +225,11 @@ def _remedy(job: str, inventory: Inventory) -> str:
     purge = f"reft-cli purge {job} --yes, then start from your checkpoint"
     if not inventory.silent:
         return purge
+    if refusing := [name for name, why in inventory.silent.items() if why.startswith(UNPROVED)]:
+        return (
+            f"look at reft-cli status {job} on {refusing[0]}: the daemon there answers, and does not know this node's token. "
+            f"If the job is held there, it went on without this node, and nothing is lost; if not: {purge}"
+        )
     nodes = ", ".join(inventory.silent)
-    return f"start {nodes} and its reft-daemon again with the old slots, then start the job; if that memory is gone: {purge}"
+    its = "its" if len(inventory.silent) == 1 else "their"
+    return f"start {nodes} and {its} reft-daemon again with the old slots, then start the job; if that memory is gone: {purge}"

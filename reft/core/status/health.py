@@ -64,6 +64,8 @@ class JobFacts:
         mismatched: leaves whose replicas differ.
         holdings: what is held now; None if not known.
         storage_trouble: what is wrong with the checkpoints on storage; empty: nothing.
+        stored: the newest step on storage; None if there is none.
+        refusing_nodes: those of the silent nodes whose daemons answer, and do not know this job.
     """
 
     world: int
@@ -77,6 +79,13 @@ class JobFacts:
     mismatched: Sequence[str] = ()
     holdings: Holdings | None = None
     storage_trouble: str = ""
+    stored: int | None = None
+    refusing_nodes: Sequence[str] = ()
+
+    @property
+    def everything(self) -> str:
+        """Returns the lost parts if all memory is lost."""
+        return "all steps of this run" if self.stored is None else f"steps after {self.stored} (on storage)"
 
     @property
     def word(self) -> ProtectionWord | None:
@@ -91,7 +100,7 @@ def judge(job: JobFacts) -> tuple[Health, str]:
     if job.holdings is not None and job.holdings.is_lost:
         return Health.ERR, job.holdings.reason
     if job.silent_nodes:
-        return _judge_incomplete(job, ", ".join(job.silent_nodes))
+        return _judge_incomplete(job)
     if job.whole is None:
         return Health.WARN, "nothing is whole yet: a failure now would lose all steps of this run."
     living = [rank for rank in job.ranks if rank.alive]
@@ -119,10 +128,12 @@ def judge(job: JobFacts) -> tuple[Health, str]:
         return Health.WARN, f"step {job.whole.step} is held, but checkpoints fail: {job.storage_trouble}"
     if all(rank.closed for rank in job.ranks):
         return Health.OK, f"training has ended; step {job.whole.step} is still held."
-    if len(living) < job.world:
-        gone = job.world - len(living)
+    gone = job.world - sum(rank.alive or rank.closed for rank in job.ranks)
+    if gone:
         return Health.WARN, f"trainers gone: {gone} of {job.world}; step {job.whole.step} is held."
-    return Health.OK, f"step {job.whole.step} is held by {every(job.world, 'rank')}.{_on_nodes(job)}"
+    ended = job.world - len(living)
+    also = f" Training has ended on {ended} of {job.world} ranks." if ended else ""
+    return Health.OK, f"step {job.whole.step} is held by {every(job.world, 'rank')}.{also}{_on_nodes(job)}"
 
 
 def _on_nodes(job: JobFacts) -> str:
@@ -135,24 +146,32 @@ def _on_nodes(job: JobFacts) -> str:
     return f" {survives(job.whole.step, protection.version.step, protection.tolerated)}."
 
 
-def _judge_incomplete(job: JobFacts, names: str) -> tuple[Health, str]:
-    """Returns the health and the sentence if some daemons do not answer."""
+def _judge_incomplete(job: JobFacts) -> tuple[Health, str]:
+    """Returns the health and the sentence if some daemons do not answer, or do not know the job."""
+    silent = [name for name in job.silent_nodes if name not in job.refusing_nodes]
+    words = [f"no answer from the daemon of {', '.join(silent)}"] if silent else []
+    if job.refusing_nodes:
+        words.append(f"the daemon of {', '.join(job.refusing_nodes)} does not know this job, or not by this node's token")
+    lacking = "; ".join(words)
     if job.holdings is None:
-        return Health.WARN, f"no answer from the daemon of {names}; its slots are not known."
+        return Health.WARN, f"{lacking}; its slots are not known."
     if job.holdings.version is None:
-        return Health.WARN, f"no answer from the daemon of {names}, and nothing is whole yet."
-    step = job.holdings.version.step
-    return Health.WARN, f"no answer from the daemon of {names}; step {step} can be restored without it."
+        return Health.WARN, f"{lacking}, and nothing is whole yet."
+    return Health.WARN, f"{lacking}; step {job.holdings.version.step} can be restored without it."
 
 
 def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
     """Returns (loss, whether the state survives it, lost parts) for each kind of loss."""
     held = job.whole is not None
-    step = f"steps after {job.whole.step}" if job.whole else "all steps of this run"
-    everything = "all steps of this run"
+    everything = job.everything
+    step = f"steps after {job.whole.step}" if job.whole else everything
     after = {
-        "tmpfs": ("a daemon, trainers alive", held, "nothing"),
-        "memfd": ("a daemon (memfd: while its trainers live)", held, "nothing while its trainers live"),
+        "tmpfs": ("a daemon, trainers alive", held, "nothing" if held else everything),
+        "memfd": (
+            "a daemon (memfd: while its trainers live)",
+            held,
+            "nothing while its trainers live" if held else everything,
+        ),
         "unlinked": ("a daemon (its files were removed)", False, everything),
     }
     stays = job.backing == "tmpfs"
@@ -166,8 +185,7 @@ def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
 
 def _node_losses(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
     """Returns the rows for losses of nodes. A loss that is not known counts as not survived."""
-    everything = "all steps of this run"
-    protection = job.protection
+    everything, protection = job.everything, job.protection
     if job.whole is None or protection is None or protection.version is None or protection.tolerated < 0:
         return [("a node", False, everything)]
     if protection.version.is_older_than(job.whole):

@@ -110,17 +110,18 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBa
         RendezvousConnectionError: no store answers there in time.
     """
     timeout = timedelta(seconds=number(parameters, "read_timeout"))
-    if not parameters.endpoint:
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    if not parameters.endpoint or not port:
         if parameters.max_nodes > 1:
+            given = f"; in {parameters.endpoint} the port is missing" if parameters.endpoint else ""
             raise ConfigError(
-                f"a job of {parameters.max_nodes} nodes needs --rdzv-endpoint.",
+                f"a job of {parameters.max_nodes} nodes needs --rdzv-endpoint{given}.",
                 "--rdzv-endpoint=HOST:PORT of the most reliable host, or etcd://HOST:PORT,…",
             )
         # A job of one agent: no other agent needs the store, the store need not outlive the agent,
-        # and nobody waits for others.
+        # and nobody waits for others. Port 0 is torch's way to ask for such a store.
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return TcpBackend(store, rendezvous_id), store
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
     is_host = parameters.get_as_bool("is_host")
     if is_own_hostname(host) if is_host is None else is_host:
         _ensure_host(host, port, number(parameters, "store_idle_exit"))

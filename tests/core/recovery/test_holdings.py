@@ -7,7 +7,7 @@ import pytest
 from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.holdings import HoldingState, fresh_start_block, judge_holdings
+from reft.core.recovery.holdings import UNPROVED, HoldingState, fresh_start_block, judge_holdings
 from reft.core.recovery.inventory import Inventory, KnownStep, NodeInventory
 from reft.core.recovery.recovery import HeldCapsule, HeldParity, HeldSlot, RecoveryPlan, SectionReplay, Shortfall
 
@@ -54,9 +54,16 @@ def test_a_silent_node_may_bring_back_what_is_missing():
         "no version is whole now: Node n1 does not answer. Node n2 does not answer (Connection refused)."
     )
     assert holdings.remedy == (
-        "start n1, n2 and its reft-daemon again with the old slots, then start the job; "
+        "start n1, n2 and their reft-daemon again with the old slots, then start the job; "
         f"if that memory is gone: {PURGE}"
     )
+
+
+def test_a_node_that_refuses_the_token_is_to_be_asked_for_the_status():
+    silent = {"n1": "", "n2": f"{UNPROVED} (UNAUTHENTICATED, unproved: a proof is needed.)"}
+    holdings = judge_holdings("job", inventory(silent=silent), RecoveryPlan(None), {})
+    assert holdings.remedy.startswith("look at reft-cli status job on n2: the daemon there answers")
+    assert holdings.remedy.endswith(f"if not: {PURGE}") and "start n1" not in holdings.remedy
 
 
 def test_nobody_is_asked_to_start_a_daemon_that_has_answered():

@@ -78,6 +78,16 @@ def test_no_living_trainer_is_a_warning_with_the_held_step():
     assert judge(replace(GOOD, ranks=dead)) == (Health.WARN, "trainers gone: 2 of 2; step 10 is held.")
 
 
+def test_a_trainer_that_has_ended_is_not_gone():
+    ended = ranks(alive=False, closed=True)
+    assert judge(replace(GOOD, ranks=ended)) == (
+        Health.OK,
+        "step 10 is held by all 2 ranks. Training has ended on 1 of 2 ranks.",
+    )
+    dead = (replace(ended[0], alive=False), ended[1])
+    assert judge(replace(GOOD, ranks=dead)) == (Health.WARN, "trainers gone: 1 of 2; step 10 is held.")
+
+
 def test_which_losses_are_survived():
     held = {loss: survives for loss, survives, _ in survival(GOOD)}
     assert held == {
@@ -87,7 +97,15 @@ def test_which_losses_are_survived():
     assert weaker["daemons and trainers"] == (False, "all steps of this run")
     gone = {loss: survives for loss, survives, _ in survival(replace(GOOD, backing="unlinked"))}
     assert [loss for loss, survives in gone.items() if survives] == ["any number of trainers"]
-    assert not any(survives for _, survives, _ in survival(replace(GOOD, whole=None)))
+    for backing in ("tmpfs", "memfd"):
+        lost = survival(replace(GOOD, whole=None, backing=backing))
+        assert all((survives, parts) == (False, "all steps of this run") for _, survives, parts in lost)
+
+
+def test_a_step_on_storage_is_not_lost_with_the_memory():
+    lost = {loss: (survives, parts) for loss, survives, parts in survival(replace(GOOD, stored=7))}
+    assert lost["a node"] == (False, "steps after 7 (on storage)")
+    assert lost["any number of trainers"] == (True, "steps after 10")
 
 
 def test_removed_files_are_a_warning():

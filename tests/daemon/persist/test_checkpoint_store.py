@@ -429,6 +429,22 @@ def test_ended_lineage_is_marked(tmp_path: Path, slots: list[Slot]) -> None:
     assert store.lineage(LINEAGE).has_ended
 
 
+def test_older_memory_ends_no_lineage_with_which_another_attach_went_on(tmp_path: Path, slots: list[Slot]) -> None:
+    store = _store(tmp_path)
+    _persist(store, slots)
+    later = Decision(Epoch(2, bytes(16)), VERSION, (EPOCH,))
+    store.put_decision(LINEAGE, later)
+    assert not store.end(LINEAGE, DECISION) and not store.lineage(LINEAGE).has_ended
+    assert store.end(LINEAGE, later) and store.lineage(LINEAGE).has_ended
+
+
+def test_a_lineage_with_a_damaged_decision_can_be_ended(tmp_path: Path, slots: list[Slot]) -> None:
+    store = _store(tmp_path)
+    _persist(store, slots)
+    (tmp_path / "run" / LINEAGE / stored_names.decision_file(Epoch(2, bytes(16)))).write_bytes(b"damaged")
+    assert store.end(LINEAGE, DECISION)
+
+
 def _marks(path: Path, decision: Decision) -> tuple[bool, bool]:
     """Returns whether the lineage has the decision, and whether it has the mark of a purge."""
     names = StorageFolder(path / "run" / LINEAGE).names()

@@ -188,6 +188,8 @@ def test_decisions_commits_and_retention_go_through_the_process(tmp_path):
             await each.prune("job", LINEAGE, stale, persister.RetentionSettings())
         await each.decide("job", LINEAGE, Decision(Epoch(3, bytes(16)), None, (DECISION.epoch,)))
         assert not (tmp_path / "job" / LINEAGE / "ENDED").exists(), "an attach went on from another node's memory"
+        assert not await each.end("job", LINEAGE, DECISION), "the job went on without the node that knows this one"
+        assert not (tmp_path / "job" / LINEAGE / "ENDED").exists()
 
     with_persister(tmp_path, act)
 
