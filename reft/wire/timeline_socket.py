@@ -4,8 +4,8 @@
 
 UID is the trainer's user. The name is abstract: it needs no folder, and ends with its process. A
 forked child, such as a loader's worker, gives its copy up at once, or the name would outlive the
-session. Both sides check each other's user. Only the same user, or root, gets an answer. A trainer of another host or network namespace
-can't be reached: ask on that host.
+session. Both sides check each other's user. Only the same user, or root, gets an answer. A trainer
+of another host or network namespace can't be reached: ask on that host.
 """
 
 from __future__ import annotations
