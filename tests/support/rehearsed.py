@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 FAULTS = ("prefetch", "random", "crash", "fresh", "forgotten", "unseen", "own-daemon", "older-a", "older-b",
-          "unheld", "once")  # fmt: skip
+          "unheld", "once", "again")  # fmt: skip
 OLDER = 3  # the step of an older run
 VALIDATED = 9  # this step has a forward in eval mode
 START_S = 30.0
@@ -107,8 +107,9 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
         os.close(descriptor)
 
     restored = "memory" if base else None
-    write("attach", world=world, pid=os.getpid(), step=base, restored_from=restored, script="x.py", time=time.time(),
-          generators={"torch": f"g{base}"}, state=["data"], regroups=False, hash=1)  # fmt: skip
+    for _ in range(2 if fault == "again" else 1):
+        write("attach", world=world, pid=os.getpid(), step=base, restored_from=restored, script="x.py",
+              time=time.time(), generators={"torch": f"g{base}"}, state=["data"], regroups=False, hash=1)  # fmt: skip
     shift = 1 if fault == "prefetch" and base else 0
     for step in range(base + 1, steps + 1):
         pause.wait(step_s)  # a step takes so long

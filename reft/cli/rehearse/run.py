@@ -173,16 +173,24 @@ def _killed(training: RehearsedTraining, kill: str, step: int, steps: int) -> tu
 
 
 def check_fresh(name: str, attempts: Attempts) -> None:
-    """Checks that a run did not begin from an older one.
+    """Checks that a run did not begin from an older one, and has attached once.
 
     Raises:
-        RehearsalError: attach has restored something.
+        RehearsalError: attach has restored something, or a rank has attached again. Its first
+            attach alone would be compared, and steps of another attach have the same numbers.
     """
     restored = [each[0].attach for each in attempts.values() if each[0].attach.restored_from is not None]
     if restored:
         raise RehearsalError(
             f"run {name} began from step {restored[0].step} of an older run.",
             "remove daemon= and job= from reft.attach for the rehearsal",
+        )
+    again = {rank: len(each) for rank, each in attempts.items() if len(each) > 1}
+    if again:
+        raise RehearsalError(
+            f"run {name}: rank {min(again)} has attached {again[min(again)]} times, and a rehearsal compares one attach.",
+            "rehearse each attach of the script alone, as REFT_REHEARSAL=1 lets the script see; or, if ranks were "
+            "started again, see the log for why",
         )
 
 

@@ -155,6 +155,12 @@ def test_a_script_with_too_few_steps_is_not_told_to_attach(rehearse):
     assert "train 4 steps or more" in done.stderr and "call reft.attach" not in done.stderr
 
 
+def test_a_script_that_attaches_again_is_not_judged(rehearse):
+    """The steps of its second attach would be found equal: the first run has no such steps."""
+    done = rehearse("--", *TRAINER, "--fault", "again")
+    assert done.returncode == 1 and "run A: rank 0 has attached 2 times" in done.stderr, done.stdout + done.stderr
+
+
 def test_a_kill_before_the_first_whole_step_is_explained(rehearse):
     done = rehearse("--", *TRAINER, "--fault", "unheld")
     assert done.returncode == 1 and "the kill comes after step 5, and no step is whole by then" in done.stderr
