@@ -189,8 +189,7 @@ def check_fresh(name: str, attempts: Attempts) -> None:
     if again:
         raise RehearsalError(
             f"run {name}: rank {min(again)} has attached {again[min(again)]} times, and a rehearsal compares one attach.",
-            "rehearse each attach of the script alone, as REFT_REHEARSAL=1 lets the script see; or, if ranks were "
-            "started again, see the log for why",
+            "a command that attaches once; if ranks were started again, the log says why",
         )
 
 
