@@ -40,8 +40,8 @@ def unwinding() -> Iterator[None]:
 def deferring() -> Iterator[None]:
     """Makes Ctrl-C, SIGTERM and SIGHUP wait until the end of the block.
 
-    The last one comes then. A child process does not inherit this, as it would a blocked signal. On another thread than the
-    main one nothing is done: signals do not come there.
+    The last one comes then. A child process does not inherit this, as it would a blocked signal. On
+    another thread than the main one nothing is done: signals do not come there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
