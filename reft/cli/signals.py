@@ -38,10 +38,10 @@ def unwinding() -> Iterator[None]:
 
 @contextmanager
 def deferring() -> Iterator[None]:
-    """Makes Ctrl-C, SIGTERM and SIGHUP wait until the end of the block; the last one comes then.
+    """Makes Ctrl-C, SIGTERM and SIGHUP wait until the end of the block.
 
-    A child process does not inherit this, as it would a blocked signal. On another thread than the
-    main one nothing is done: signals do not come there.
+    The last one comes then. A child process does not inherit this, as it would a blocked signal. On
+    another thread than the main one nothing is done: signals do not come there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

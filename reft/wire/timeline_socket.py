@@ -2,9 +2,10 @@
 
     reft-cli timeline ─► Status: rank, pid, epoch ─► @reft-timeline-UID-PID ─► JSON to the end
 
-The name is abstract: it needs no folder, and ends with its process. Both sides check each other's
-user. Only the same user, or root, gets an answer. A trainer of another host or network namespace
-can't be reached: ask on that host.
+UID is the trainer's user. The name is abstract: it needs no folder, and ends with its process. A
+forked child, such as a loader's worker, gives its copy up at once, or the name would outlive the
+session. Both sides check each other's user. Only the same user, or root, gets an answer. A trainer
+of another host or network namespace can't be reached: ask on that host.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import os
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from reft.errors import ReftError
@@ -26,7 +30,16 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid, as Linux gives them
 
 def address(pid: int) -> str:
     """Returns the abstract name of a trainer's socket."""
-    return f"\0reft-timeline-{os.getuid()}-{pid}"
+    return f"\0reft-timeline-{_user_of(pid)}-{pid}"
+
+
+def _user_of(pid: int) -> int:
+    """Returns the user of a trainer: any if this process is root, else only its own."""
+    if os.getuid() == 0:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            return int(next(line for line in lines if line.startswith("Uid:")).split()[1])
+    return os.getuid()
 
 
 def fetch(pid: int, deadline_s: float = REPLY_DEADLINE_S) -> dict[str, Any]:
@@ -53,6 +66,11 @@ def _is_same_user(connection: socket.socket) -> bool:
     return uid in (os.getuid(), 0) or os.getuid() == 0
 
 
+def _close(listener: weakref.ref[socket.socket]) -> None:
+    if (living := listener()) is not None:
+        living.close()
+
+
 class TimelineServer:
     """Answers requests for this process's timeline, in a thread that sleeps otherwise.
 
@@ -69,6 +87,7 @@ class TimelineServer:
         except OSError:
             self._listener.close()
             raise
+        os.register_at_fork(after_in_child=partial(_close, weakref.ref(self._listener)))
         self._thread = threading.Thread(target=self._serve, name="reft-timeline", daemon=True)
         self._thread.start()
 

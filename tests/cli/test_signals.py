@@ -1,4 +1,4 @@
-"""Signals that end a command: they wait while a folder has no clean-up process, and while it works."""
+"""Signals that end a command wait: until a folder has a clean-up process, and while it works."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -101,6 +103,39 @@ def test_a_closed_timeline_server_frees_its_name():
         server.close()
     with pytest.raises(ReftError, match="gives no timeline"):
         timeline_socket.fetch(os.getpid())
+
+
+def test_a_forked_child_does_not_keep_the_name():
+    """A loader's workers may outlive a session; the next session of the process needs the name."""
+    reader, writer = os.pipe()
+    server = timeline_socket.TimelineServer(lambda: {"x": 1})
+    if not (child := os.fork()):
+        os.close(writer)
+        os.read(reader, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        assert timeline_socket.fetch(os.getpid()) == {"x": 1}
+        server.close()
+        server = timeline_socket.TimelineServer(lambda: {"x": 2})
+        assert timeline_socket.fetch(os.getpid()) == {"x": 2}
+        server.close()
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's process needs root")
+def test_root_gets_the_trace_of_another_users_trainer():
+    script = (
+        "import os, sys; from reft.wire import timeline_socket; os.setuid(65534); "  # reads its modules as root
+        "server = timeline_socket.TimelineServer(lambda: {'x': 3}); print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        trainer.stdout.readline()
+        assert timeline_socket.fetch(trainer.pid) == {"x": 3}
+        trainer.stdin.close()
 
 
 class FakeConnection:

@@ -27,16 +27,17 @@ from pathlib import Path
 
 import psutil
 
-FAULTS = ("prefetch", "random", "crash", "fresh", "forgotten", "unseen", "own-daemon", "older-a", "older-b")
+FAULTS = ("prefetch", "random", "crash", "fresh", "forgotten", "unseen", "own-daemon", "older-a", "older-b",
+          "unheld", "once", "again")  # fmt: skip
 OLDER = 3  # the step of an older run
 VALIDATED = 9  # this step has a forward in eval mode
 START_S = 30.0
 
 
-def serve(socket: str) -> None:
+def serve(socket: str, fault: str) -> None:
     """Answers Hello and Status as a busy daemon would.
 
-    The first Status fails. In the others every step is whole.
+    The first Status fails. In the others every step is whole, or none if the fault is "unheld".
     """
     import grpc
 
@@ -54,7 +55,7 @@ def serve(socket: str) -> None:
             self.asked += 1
             if self.asked == 1:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
-            return pb.StatusReply(jobs=[pb.JobStatus(job="fake", whole=1_000_000)])
+            return pb.StatusReply(jobs=[pb.JobStatus(job="fake", whole=0 if fault == "unheld" else 1_000_000)])
 
     server = grpc.server(futures.ThreadPoolExecutor(2))
     pb_grpc.add_DaemonServicer_to_server(FakeDaemon(), server)
@@ -81,7 +82,7 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
     elif socket.exists():
         print("daemon lives" if is_living(int((folder / "pid").read_text())) else "daemon is dead", flush=True)
     else:
-        daemon = subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve", str(socket)])
+        daemon = subprocess.Popen([sys.executable, "-m", __spec__.name, "--serve", str(socket), "--fault", fault])
         (folder / "pid").write_text(str(daemon.pid))
         end = time.monotonic() + START_S
         while not socket.exists() and time.monotonic() < end:
@@ -90,6 +91,8 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
     tempfile.mkstemp()  # like a loader's workers, which SIGKILL keeps from tidying up
     failpoint = re.search(r"from=(\d+):times=1:epoch=1$", os.environ.get("REFT_FAILPOINTS", ""))
     stop_at = int(failpoint[1]) if failpoint and not held.exists() else 0
+    if fault == "once" and held.exists():
+        raise SystemExit("the folder of outputs exists")
     prefix = os.environ["REFT_REHEARSE"]
     older = OLDER if fault == f"older-{Path(prefix).name}" else 0
     base = int(held.read_text()) if held.exists() and fault != "fresh" else older
@@ -104,8 +107,9 @@ def train(steps: int, step_s: float, fault: str, outputs: str) -> None:
         os.close(descriptor)
 
     restored = "memory" if base else None
-    write("attach", world=world, pid=os.getpid(), step=base, restored_from=restored, script="x.py", time=time.time(),
-          generators={"torch": f"g{base}"}, state=["data"], regroups=False, hash=1)  # fmt: skip
+    for _ in range(2 if fault == "again" else 1):
+        write("attach", world=world, pid=os.getpid(), step=base, restored_from=restored, script="x.py",
+              time=time.time(), generators={"torch": f"g{base}"}, state=["data"], regroups=False, hash=1)  # fmt: skip
     shift = 1 if fault == "prefetch" and base else 0
     for step in range(base + 1, steps + 1):
         pause.wait(step_s)  # a step takes so long
@@ -151,13 +155,13 @@ if __name__ == "__main__":
     parser.add_argument("--serve", default="")
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--step-s", type=float, default=0.02)
-    parser.add_argument("--fault", choices=FAULTS, default="")
+    parser.add_argument("--fault", choices=("", *FAULTS), default="")
     parser.add_argument("--outputs", default="")
     parser.add_argument("--agent", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     given = parser.parse_args()
     if given.serve:
-        serve(given.serve)
+        serve(given.serve, given.fault)
     elif given.agent:
         launch([each for each in sys.argv[1:] if each != "--agent"], given.ranks)
     else:

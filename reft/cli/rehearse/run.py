@@ -89,8 +89,14 @@ def rehearse(request: RehearsalRequest, say: Callable[[str], None]) -> Rehearsal
                     f"no folder for logs can be made: {error}.", "TMPDIR=DIR, with room in DIR"
                 ) from error
             undo.callback(shutil.rmtree, logs, ignore_errors=True)
+        commands = _commands(request)
         try:
-            report = _both(request, logs, say)
+            report = _both(request, commands, logs, say)
+        except ConfigError:
+            for folder in _folders(request):  # nothing ran there: the corrected command may use them
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
         except RehearsalError as error:
             undo.pop_all()
             raise RehearsalError(f"{error.message}\nLogs and records are in {logs}.", error.hint) from error
@@ -99,8 +105,9 @@ def rehearse(request: RehearsalRequest, say: Callable[[str], None]) -> Rehearsal
         return report
 
 
-def _both(request: RehearsalRequest, logs: Path, say: Callable[[str], None]) -> RehearsalReport:
-    commands = _commands(request)
+def _both(
+    request: RehearsalRequest, commands: Sequence[RehearsedCommand], logs: Path, say: Callable[[str], None]
+) -> RehearsalReport:
     say(f"run A: undisturbed, {request.steps} steps")
     with RehearsedTraining("a", commands[0], logs, request.timeout_s) as training:
         completed = training.follow(request.steps)
@@ -110,7 +117,9 @@ def _both(request: RehearsalRequest, logs: Path, say: Callable[[str], None]) -> 
         raise RehearsalError(
             f"run A ended after {counted(steps, 'step')} of all ranks, and a rehearsal needs {FEWEST_STEPS}.\n"
             f"{training.tail()}",
-            "call reft.attach, and mark each step: for step in session.steps(n)",
+            f"let the script train {FEWEST_STEPS} steps or more"
+            if steps
+            else "call reft.attach, and mark each step: for step in session.steps(n)",
         )
     check_fresh("A", undisturbed)
     if steps < request.steps:
@@ -148,6 +157,12 @@ def _killed(training: RehearsedTraining, kill: str, step: int, steps: int) -> tu
     completed = training.follow(steps, {rank: len(each) for rank, each in before.items()})
     attempts = training.attempts()
     began = {rank: each[-1].attach.step for rank, each in attempts.items() if len(each) > len(before[rank])}
+    if not began:
+        raise RehearsalError(
+            f"run B: the command ended with code 0 after the kill, and no rank began again.\n{training.tail()}",
+            "a wrapper of the training must end with the training's own code, as exec does: then the rehearsal starts "
+            "it again",
+        )
     if not completed or max(began.values()) >= steps:
         raise RehearsalError(
             f"run B made no step up to {steps} after the kill; its ranks began at {began}.\n{training.tail()}",
@@ -158,10 +173,11 @@ def _killed(training: RehearsedTraining, kill: str, step: int, steps: int) -> tu
 
 
 def check_fresh(name: str, attempts: Attempts) -> None:
-    """Checks that a run did not begin from an older one.
+    """Checks that a run did not begin from an older one, and has attached once.
 
     Raises:
-        RehearsalError: attach has restored something.
+        RehearsalError: attach has restored something, or a rank has attached again. Its first
+            attach alone would be compared, and steps of another attach have the same numbers.
     """
     restored = [each[0].attach for each in attempts.values() if each[0].attach.restored_from is not None]
     if restored:
@@ -169,12 +185,22 @@ def check_fresh(name: str, attempts: Attempts) -> None:
             f"run {name} began from step {restored[0].step} of an older run.",
             "remove daemon= and job= from reft.attach for the rehearsal",
         )
+    again = {rank: len(each) for rank, each in attempts.items() if len(each) > 1}
+    if again:
+        raise RehearsalError(
+            f"run {name}: rank {min(again)} has attached {again[min(again)]} times, and a rehearsal compares one attach.",
+            "a command that attaches once; if ranks were started again, the log says why",
+        )
 
 
 def _commands(request: RehearsalRequest) -> tuple[RehearsedCommand, RehearsedCommand]:
-    here, folder = Path.cwd(), request.folder
-    folders = [folder and folder.absolute() / name for name in ("a", "b")]
-    for each in filter(None, folders):  # all of them first: a refusal leaves nothing behind
+    here, folders = Path.cwd(), _folders(request)
+    for each in folders:  # all of them first: a refusal leaves nothing behind
         check_fresh_folder(each)
-    first, second = (command_in(request.arguments, here, each) for each in folders)
+    first, second = (command_in(request.arguments, here, each) for each in folders or (None, None))
     return first, second
+
+
+def _folders(request: RehearsalRequest) -> list[Path]:
+    """Returns the folders in which the two runs are to work; none without --cwd."""
+    return [request.folder.absolute() / name for name in ("a", "b")] if request.folder else []

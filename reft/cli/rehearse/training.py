@@ -170,19 +170,30 @@ class RehearsedTraining:
             if completed >= step or code == 0:
                 return completed
             if code is not None:
-                if after is None or self._relaunches:
+                if after is None:
+                    raise RehearsalError(f"{self._title}: the command ended with code {code}.\n{self.tail()}")
+                if self._relaunches:
                     raise RehearsalError(
-                        f"run {self._name.upper()}: the command ended with code {code}.\n{self.tail()}"
+                        f"{self._title}: started again after the kill, the command ended with code {code}.\n"
+                        f"{self.tail()}",
+                        "a script that can start again beside the files that its killed run has left",
                     )
                 self._relaunches += 1
                 self._process = self._launch()
             if time.monotonic() > self._end_s:
-                raise RehearsalError(
-                    f"run {self._name.upper()} reached step {completed} of {step} within {self._timeout_s:.0f} s.\n"
-                    f"{self.tail()}",
-                    "a longer --timeout, or fewer --steps",
-                )
+                raise self._late(step, completed)
             time.sleep(POLL_S)
+
+    def _late(self, step: int, completed: int) -> RehearsalError:
+        within = f"within {self._timeout_s:.0f} s.\n{self.tail()}"
+        if not self._reader.records:
+            return RehearsalError(
+                f"{self._title}: reft.attach has not returned on any rank {within}",
+                "call reft.attach on all ranks, before the first step; or a longer --timeout",
+            )
+        return RehearsalError(
+            f"{self._title} reached step {completed} of {step} {within}", "a longer --timeout, or fewer --steps"
+        )
 
     def await_whole(self, step: int) -> None:
         """Waits until the daemon knows that a step is whole: this one if it can be, else any.
@@ -192,8 +203,11 @@ class RehearsedTraining:
         """
         patient_until_s = time.monotonic() + WHOLE_S
         while True:
+            is_over = time.monotonic() > self._end_s or self._process.poll() is not None
             try:
                 jobs = ask(self._address, "Status", pb.StatusRequest(), STATUS_S).jobs
+                # Ranks that stand still in a copy make no other step whole.
+                is_over |= time.monotonic() > patient_until_s and self._stands_still()
             except DaemonUnavailable as error:
                 if not self._socket.exists():
                     raise RehearsalError(
@@ -203,12 +217,25 @@ class RehearsedTraining:
             whole = max((job.whole for job in jobs), default=-1)
             if whole >= step or (whole >= 1 and time.monotonic() > patient_until_s):
                 return
-            if time.monotonic() > self._end_s or self._process.poll() is not None:
+            if is_over:
                 raise RehearsalError(
-                    f"run {self._name.upper()}: no step is whole.\n{self.tail()}",
-                    "see the log: why ranks have no snapshot",
+                    f"{self._title}: the kill comes after step {step}, and no step is whole by then.\n{self.tail()}",
+                    "with every=N in reft.attach: --steps of 3*N, or a smaller N; else the log says why ranks have no "
+                    "snapshot",
                 )
             time.sleep(POLL_S)
+
+    def _stands_still(self) -> bool:
+        """Whether all ranks are stopped: see stop_after."""
+        pids = [attempts[-1].attach.pid for attempts in self.attempts().values()]
+        try:
+            return all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids)
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
+    def _title(self) -> str:
+        return f"run {self._name.upper()}"
 
     def tail(self) -> str:
         """Returns the end of the log."""
@@ -244,9 +271,7 @@ class RehearsedTraining:
         elif what == "daemon":
             victims = [daemon, *victims]
         if ended := {*pids.values(), *victims} - living.keys():
-            raise RehearsalError(
-                f"run {self._name.upper()}: process {min(ended)} ended before the kill.\n{self.tail()}"
-            )
+            raise RehearsalError(f"{self._title}: process {min(ended)} ended before the kill.\n{self.tail()}")
         killed_s = time.time()
         for pid in victims:
             with contextlib.suppress(psutil.NoSuchProcess):  # its parent took it along
@@ -291,7 +316,7 @@ def command_in(arguments: Sequence[str], here: Path, folder: Path | None) -> Reh
     # The script and its other files are named from where the user is. A program without a slash is
     # looked up in PATH.
     absolute = [
-        str(here / each) if (index or os.sep in each) and (here / each).is_file() else each
+        str(here / each) if (index or os.sep in each) and os.path.isfile(here / each) else each
         for index, each in enumerate(arguments)
     ]
     path = os.pathsep.join(filter(None, [str(here), child_environment().get("PYTHONPATH", "")]))

@@ -10,6 +10,7 @@ second, or if its name says that the module is an average.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import sys
@@ -22,13 +23,16 @@ from typing import Any, Final
 import torch
 import xxhash
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from reft.client.rehearsal.digests import tensor_digest
 from reft.client.rehearsal.user_code import frames, is_users, main_module
+from reft.client.state.inner_tensors import inner_tensors
 from reft.client.state.tracked_objects import TrackedObjects
+from reft.errors import UnsupportedState
 
 REACHED_MAX: Final = 10_000
 ENTRIES_MAX: Final = 1000  # of one container
@@ -230,24 +234,33 @@ def file_of(kind: type) -> str:
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the local memory of a module's parameters and buffers; none on `meta`."""
+    """Yields the plain local memory of a module's parameters and buffers."""
     for tensor in (*module.parameters(), *module.buffers()):
-        local = local_memory(tensor)
-        if local.device.type in ("cpu", "cuda"):
-            yield local
+        yield from plain_memory(tensor)
 
 
 def moments_of(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors in the state of an optimizer."""
     for entry in [*optimizer.state.values()]:
         values = entry.values() if isinstance(entry, Mapping) else ()
-        yield from (local_memory(each) for each in values if isinstance(each, torch.Tensor) and each.numel())
+        for each in (each for each in values if isinstance(each, torch.Tensor)):
+            yield from (part for part in plain_memory(each) if part.numel())
 
 
-def local_memory(tensor: Any) -> torch.Tensor:
-    """Returns the local tensor of a DTensor; any other tensor itself."""
+def plain_memory(tensor: Any) -> Iterator[torch.Tensor]:
+    """Yields the plain tensors in a tensor: of a DTensor or a subclass, the inner ones.
+
+    Tensors on `meta`, lazy, sparse and quantized ones have none. Of some of these torch raises an
+    error, and of quantized ones it reads wrong memory.
+    """
+    if is_lazy(tensor):
+        return
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()
+    with contextlib.suppress(UnsupportedState):  # a subclass that hides its inner tensors
+        for _, _, inner in inner_tensors("tensor", local):
+            is_plain = inner.layout is torch.strided and not (inner.is_quantized or inner.is_nested)
+            if is_plain and inner.device.type in ("cpu", "cuda"):
+                yield inner.detach()
 
 
 def memory_of(tensor: torch.Tensor) -> int:

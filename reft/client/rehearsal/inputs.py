@@ -207,6 +207,8 @@ def input_digest(tensor: torch.Tensor) -> str:
     try:
         local = tensor.detach().resolve_conj().resolve_neg()
         local = local.to_local() if hasattr(local, "to_local") else local
+        # Of a quantized tensor torch would read wrong memory, and the process might end.
+        local = local.int_repr() if local.is_quantized else local
         return "".join(tensor_digest(each.tensor) for each in inner_tensors("input", local))
     except Exception:  # sparse, quantized, fake, or of a transform: torch raises many kinds
         return f"{UNREADABLE} {type(tensor).__name__}"

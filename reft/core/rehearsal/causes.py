@@ -164,7 +164,8 @@ def _other_inputs(evidence: RestartEvidence) -> LikelyCause | None:
             "fetch the batch inside the loop, after the mark; or hold the fetched batch: "
             'loop = reft.Values(batch=None), and state={"loop": loop}',
         )
-    steps, rest = divmod(run.offset, run.step_inputs)
+    # The step that was expected may have called no forward.
+    steps, rest = divmod(run.offset, run.step_inputs) if run.step_inputs else (0, run.offset)
     how_many = counted(steps, "step") if not rest else counted(run.offset, "input tensor")
     return LikelyCause(
         "skipped-batches",
@@ -357,7 +358,7 @@ def causes_before(difference: MarkDifference, unseeded: Mapping[str, bool], othe
     causes = []
     if drawn := [name for name, is_drawn in unseeded.items() if is_drawn]:
         causes.append(_unseeded_generators(drawn, "training draws from it"))
-    if difference.kind is DifferenceKind.INPUTS:
+    if difference.kind is DifferenceKind.INPUTS and not drawn:
         causes.append(
             LikelyCause(
                 "unseeded-data",

@@ -142,6 +142,43 @@ def test_a_script_without_marks(rehearse):
     assert "call reft.attach" in done.stderr
 
 
+def test_a_script_that_never_attaches_is_told_so_at_the_deadline(rehearse):
+    done = rehearse("--timeout", "1", "--", sys.executable, "-c", "import signal; signal.pause()")
+    assert done.returncode == 1
+    assert "run A: reft.attach has not returned on any rank within 1 s." in done.stderr
+    assert "call reft.attach on all ranks" in done.stderr
+
+
+def test_a_script_with_too_few_steps_is_not_told_to_attach(rehearse):
+    done = rehearse("--", *TRAINER, "--steps", "3")
+    assert done.returncode == 1 and "run A ended after 3 steps of all ranks" in done.stderr
+    assert "train 4 steps or more" in done.stderr and "call reft.attach" not in done.stderr
+
+
+def test_a_script_that_attaches_again_is_not_judged(rehearse):
+    """The steps of its second attach would be found equal: the first run has no such steps."""
+    done = rehearse("--", *TRAINER, "--fault", "again")
+    assert done.returncode == 1 and "run A: rank 0 has attached 2 times" in done.stderr, done.stdout + done.stderr
+
+
+def test_a_kill_before_the_first_whole_step_is_explained(rehearse):
+    done = rehearse("--", *TRAINER, "--fault", "unheld")
+    assert done.returncode == 1 and "the kill comes after step 5, and no step is whole by then" in done.stderr
+    assert "every=N" in done.stderr
+
+
+def test_a_script_that_can_not_start_again_is_explained(rehearse):
+    done = rehearse("--", *TRAINER, "--fault", "once")
+    assert done.returncode == 1 and "the folder of outputs exists" in done.stderr
+    assert "run B: started again after the kill, the command ended with code 1." in done.stderr
+
+
+def test_a_wrapper_that_hides_the_kill_is_explained(rehearse):
+    done = rehearse("--", "sh", "-c", f"{' '.join(TRAINER)}; exit 0")
+    assert done.returncode == 1
+    assert "ended with code 0 after the kill, and no rank began again" in done.stderr and "wrapper" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_run_has_a_deadline(rehearse):
     done = rehearse("--timeout", "4", "--", *TRAINER, "--step-s", "30")
@@ -205,6 +242,20 @@ def test_a_killed_rehearsal_leaves_only_its_logs(rehearse):
         return [name.startswith("reft-rehearse-logs-") for name in left(rehearse.temporary)] == [True]
 
     until(remaining, 60, "that the clean-up has ended")
+
+
+def test_a_command_with_a_long_text_runs_in_a_fresh_folder(rehearse):
+    done = rehearse("--cwd", "runs", "--", sys.executable, "-c", f"print({'a' * 300!r})")
+    assert done.returncode == 1 and "run A ended after 0 steps" in done.stderr
+
+
+def test_folders_are_free_again_if_the_command_can_not_start(rehearse, tmp_path):
+    for _ in range(2):
+        done = rehearse("--cwd", "runs", "--", "no-such-program")
+        assert done.returncode == 2 and "can't be started" in done.stderr
+    (tmp_path / "runs" / "a").mkdir()
+    done = rehearse("--cwd", "runs", "--", "no-such-program")
+    assert "a exists" in done.stderr and (tmp_path / "runs" / "a").exists(), "a folder of the user's stays"
 
 
 @pytest.mark.parametrize(

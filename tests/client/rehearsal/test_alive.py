@@ -196,3 +196,26 @@ def test_asking_runs_no_code_of_the_objects(walk):
 
     trap = Trap()
     assert walk.found(trap, data=Held(part=trap)) == [None]
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.quint8)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [lambda: torch.eye(4).to_sparse(), lambda: torch.eye(4).to_sparse_csr(), quantized,
+     lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+     lambda: torch.empty(2, device="meta")],
+    ids=["coo", "csr", "quantized", "jagged", "meta"],
+)  # fmt: skip
+def test_a_module_with_other_than_plain_memory_does_not_end_the_recording(walk, tensor):
+    module = nn.Linear(2, 2)
+    module.register_buffer("other", tensor())
+    assert walk.found(module) == [None]
+    walk.each_step.append(lambda: module.weight.data.add_(1))
+    assert walk.found(module) == ["module"], "its plain tensors are seen"
+
+
+def test_a_lazy_module_that_nothing_has_called_has_no_memory(walk):
+    assert walk.found(nn.LazyLinear(4)) == [None]

@@ -244,6 +244,8 @@ def test_inputs_that_can_not_be_read_are_named():
     assert input_digest(torch.ones(2, device="meta")) != input_digest(torch.ones(2))
     assert input_digest(torch.complex(torch.ones(2), torch.ones(2)).conj()) == input_digest(torch.full((2,), 1 - 1j))
     assert input_digest(torch.ones(3, requires_grad=True)) == tensor_digest(torch.ones(3))
+    one, other = (torch.quantize_per_tensor(torch.full((4,), value), 0.1, 0, torch.quint8) for value in (1.0, 2.0))
+    assert input_digest(one) == input_digest(one.clone()) != input_digest(other)
 
 
 def test_an_object_that_holds_itself_ends():

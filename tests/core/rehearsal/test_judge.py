@@ -102,6 +102,12 @@ def test_inputs_of_another_step(offset, tensors, kind):
     assert (result.difference.step, kinds(result)) == (BASE + 1, [kind])
 
 
+def test_inputs_of_later_steps_where_the_expected_step_had_none():
+    plain = undisturbed(inputs={BASE + 1: []})
+    result = judged(with_inputs(4), plain=plain)
+    assert kinds(result) == ["skipped-batches"] and "input tensors later" in result.causes[0].text
+
+
 def test_the_words_of_skipped_batches():
     assert "from 4 steps later" in judged(with_inputs(4)).causes[0].text
 
@@ -322,7 +328,7 @@ def test_an_unseeded_worker_and_hash_order():
 def test_an_unseeded_generator_that_training_uses_is_the_first_cause():
     first = attempt(0, BASE, generators={"torch": "other", "python": "p"}, inputs={1: ["x"]})
     result = judged_before(first)
-    assert (kinds(result), result.causes[0].text.split(":")[0]) == (["unseeded-generator", "unseeded-data"], "torch")
+    assert (kinds(result), result.causes[0].text.split(":")[0]) == (["unseeded-generator"], "torch")
 
 
 def test_an_unseeded_generator_that_training_does_not_use_is_the_last_cause():
