@@ -351,13 +351,20 @@ class CheckpointStore:
     def end(self, lineage: str) -> None:
         """Marks a lineage as ended on purpose: a later attach does not find it by itself.
 
+        A lineage that has nothing on storage gets no mark: its job never had a whole step.
+
         Raises:
-            OSError: storage does not take it.
+            OSError: storage does not take it, or is not there.
             FormatError: storage has a mark without the MAC of the key.
         """
         text = stored.encode_end(self.job, lineage, os.urandom(_NONCE_BYTES).hex(), self._key)
         folder = self._folder.folder(lineage)
-        if not folder.put_if_absent(stored_names.ENDED, text):
+        try:
+            is_marked = folder.put_if_absent(stored_names.ENDED, text)
+        except FileNotFoundError:
+            self._root.names()  # fails where storage is not mounted
+            return
+        if not is_marked:
             has_ended(folder, self.job, self._key)
 
     def prune(self, lineage: str, decision: Decision, settings: retention.RetentionSettings) -> list[str]:
