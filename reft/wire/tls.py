@@ -188,7 +188,7 @@ class _CertificateFiles:
                 for context in (server, client):
                     context.load_verify_locations(ca_file)
                     context.verify_mode = ssl.CERT_REQUIRED
-                decoded = _decode(cert_file, key_file)
+                decoded, der = _decode(cert_file, key_file)
         except OSError as error:  # ssl.SSLError is one
             names = " and ".join((", ".join(map(str, self.paths[:2])), str(self.paths[2])))
             raise ConfigError(
@@ -197,7 +197,7 @@ class _CertificateFiles:
         role = role_of(decoded)
         if role is None or decoded is None:
             raise ConfigError(f"{self.paths[0]} names no user (reft://user/NAME), or several.", REMEDY)
-        sha256 = hashlib.sha256(_first_certificate(cert)).hexdigest()
+        sha256 = hashlib.sha256(der).hexdigest()
         return _Content(key, cert, ca, role, sha256, str(decoded["notAfter"]), server, client)
 
 
@@ -226,10 +226,11 @@ def _context(kind: int, cert_file: str, key_file: str) -> ssl.SSLContext:
     return context
 
 
-def _decode(cert_file: str, key_file: str) -> dict[str, Any] | None:
-    """Returns a certificate as Python decodes that of a peer. Any authority may have signed it.
+def _decode(cert_file: str, key_file: str) -> tuple[dict[str, Any] | None, bytes]:
+    """Returns a certificate as Python decodes that of a peer, and its DER form.
 
-    Python decodes only the certificate of a handshake, so this is a handshake, in memory.
+    Any authority may have signed it, and it may have any PEM label that OpenSSL takes. Python
+    decodes only the certificate of a handshake, so this is a handshake, in memory.
     """
     server, client = (_context(kind, cert_file, key_file) for kind in _KINDS)
     server.load_verify_locations(cert_file)
@@ -241,14 +242,7 @@ def _decode(cert_file: str, key_file: str) -> dict[str, Any] | None:
     for side in (made, accepted, made, accepted):
         with contextlib.suppress(ssl.SSLWantReadError):
             side.do_handshake()
-    return accepted.getpeercert()
-
-
-def _first_certificate(cert: bytes) -> bytes:
-    """Returns the DER form of the first certificate of a PEM text."""
-    text = cert.decode("ascii", "replace")
-    begin, end = text.index(ssl.PEM_HEADER), text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
-    return ssl.PEM_cert_to_DER_cert(text[begin:end])
+    return accepted.getpeercert(), accepted.getpeercert(binary_form=True) or b""
 
 
 def _refuse() -> str:

@@ -122,6 +122,20 @@ def test_files_that_do_not_fit_together_change_nothing_until_they_do(certificate
     assert answers(address, Tls(*new))
 
 
+@pytest.mark.parametrize("label", ["X509 CERTIFICATE", "TRUSTED CERTIFICATE"])
+def test_other_labels_of_certificates_that_openssl_takes_count_too(certificates, label):
+    """Python's own reader refuses them: that ended the thread, and renewed files were not read."""
+    ours = files(certificates, "ours")
+    watched = Tls(*ours)
+    watched.watch()
+    text = files(certificates, "new")[0].read_text()
+    certificates.replace("ours", "new")
+    ours[0].write_text(text.replace(" CERTIFICATE-----", f" {label}-----"))
+    watched.reread()
+    until(lambda: watched.generation, what="new certificates")
+    assert watched._files.content.sha256 == Tls(*files(certificates, "new"))._files.content.sha256
+
+
 def test_the_thread_of_a_dropped_object_ends(certificates):
     earlier = set(threading.enumerate())
     watched = Tls(*files(certificates, "ours"))

@@ -382,7 +382,8 @@ class Arena:
                 for name, geometry in geometries.items():
                     new_slots.append(self._make_slot(job, rank, folder / name if in_tmpfs else None, name, geometry))
         except Exception as error:
-            self.held_bytes -= need_bytes - sum(slot.file_bytes for slot in new_slots)
+            unmade_bytes = need_bytes - sum(slot.file_bytes for slot in new_slots)
+            self.held_bytes -= unmade_bytes  # only now: the event loop may count a capsule during the sum
             for slot in new_slots:
                 self.free(slot)
             if not isinstance(error, OSError | RuntimeError):  # RuntimeError: no thread can be started

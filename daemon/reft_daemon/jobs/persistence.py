@@ -55,7 +55,8 @@ def free(job: JobRecord) -> int:
             lease.watch.close()
     for slot in job.slots.files.values():
         job.arena.free(slot)
-    job.arena.held_bytes -= sum(job.slots.unreadable.values())
+    unreadable_bytes = sum(job.slots.unreadable.values())  # a thread may count a slot while this sums up
+    job.arena.held_bytes -= unreadable_bytes
     job.slots.close_stored()
     job.capsule_replication.store.free()
     job.slots.clear()

@@ -351,24 +351,31 @@ class CheckpointStore:
     def end(self, lineage: str, decision: Decision | None = None) -> bool:
         """Marks a lineage as ended on purpose: a later attach does not find it by itself.
 
-        Returns whether it is marked. It is not if another attach went on with it: the memory that
-        is freed is older than the job, which may train elsewhere.
+        A lineage that has nothing on storage gets no mark: its job never had a whole step.
+
+        Returns whether the lineage has ended. It has not if another attach went on with it: the
+        memory that is freed is older than the job, which may train elsewhere.
 
         Args:
             lineage: its name.
             decision: the newest one that the freed memory knows; None: it is not asked for.
 
         Raises:
-            OSError: storage does not take it, or can't be read.
+            OSError: storage does not take it, can't be read, or is not there.
             FormatError: storage has a mark without the MAC of the key.
         """
-        if decision is not None:
-            with contextlib.suppress(FormatError):  # nobody can go on with damaged decisions
-                if unknown_decisions(self.decisions(lineage), decision):
-                    return False
-        text = stored.encode_end(self.job, lineage, os.urandom(_NONCE_BYTES).hex(), self._key)
         folder = self._folder.folder(lineage)
-        if not folder.put_if_absent(stored_names.ENDED, text):
+        try:
+            if decision is not None:
+                with contextlib.suppress(FormatError):  # nobody can go on with damaged decisions
+                    if unknown_decisions(self.decisions(lineage), decision):
+                        return False
+            text = stored.encode_end(self.job, lineage, os.urandom(_NONCE_BYTES).hex(), self._key)
+            is_marked = folder.put_if_absent(stored_names.ENDED, text)
+        except FileNotFoundError:
+            self._root.names()  # fails where storage is not mounted
+            return True
+        if not is_marked:
             has_ended(folder, self.job, self._key)
         return True
 

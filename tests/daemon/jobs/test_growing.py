@@ -288,3 +288,51 @@ def test_a_read_of_a_slot_that_is_freed_meanwhile_reaches_no_other_file(arena):
         os.close(other)
 
     asyncio.run(run())
+
+
+class SlowSum(dict[str, int]):
+    """Sizes of slots of another format, that take a while to sum up: a thread counts its slots."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self._arena = arena
+
+    def values(self):
+        self._arena.held_bytes += 1 << 20
+        return super().values()
+
+
+def test_memory_that_a_thread_takes_while_a_job_is_freed_stays_counted(arena):
+    job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
+    decide_now(job, decide_request(1))
+    job.slots.unreadable = SlowSum(arena)
+    freed_bytes = persistence.free(job)
+    assert (freed_bytes, arena.held_bytes) == (0, 2 << 20), "once for what is held, once for what is freed"
+
+
+def test_memory_that_is_taken_while_slots_can_not_be_made_stays_counted(arena, monkeypatch):
+    capsules = [1000]
+
+    class SlowSlot:
+        """A slot whose size takes a while to be read: the event loop counts a capsule."""
+
+        @property
+        def file_bytes(self) -> int:
+            arena.held_bytes += capsules.pop() if capsules else 0
+            return 2 * CHUNK
+
+        def free(self) -> None:
+            pass
+
+    made = iter([SlowSlot()])
+
+    def make_slot(*_: object) -> SlowSlot:
+        try:
+            return next(made)
+        except StopIteration:
+            raise OSError(errno.ENOSPC, "No space left on device") from None
+
+    monkeypatch.setattr(arena, "_make_slot", make_slot)
+    with pytest.raises(NoRoom):
+        arena.create("job", 0, dict.fromkeys(("rank-0.slot-0", "rank-0.slot-1"), Geometry(CHUNK, CHUNK, CHUNK)), [])
+    assert arena.held_bytes == 1000

@@ -445,6 +445,14 @@ def test_a_lineage_with_a_damaged_decision_can_be_ended(tmp_path: Path, slots: l
     assert store.end(LINEAGE, DECISION)
 
 
+def test_lineage_without_anything_on_storage_is_ended_by_a_purge_if_storage_is_there(tmp_path: Path) -> None:
+    """A job that crashed before its first whole step."""
+    assert _store(tmp_path).end(LINEAGE) and _store(tmp_path).end(LINEAGE, DECISION)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError):  # not mounted: the lineage may have checkpoints
+        _store(tmp_path / "unmounted").end(LINEAGE)
+
+
 def _marks(path: Path, decision: Decision) -> tuple[bool, bool]:
     """Returns whether the lineage has the decision, and whether it has the mark of a purge."""
     names = StorageFolder(path / "run" / LINEAGE).names()
