@@ -111,6 +111,10 @@ class StateHolder(RendezvousStateHolder):
         is_gone: returns whether a node is known to be gone, from the node's facts and the time
             (monotonic) of its last keep-alive.
         seal: signs and judges what is written and read.
+
+    Attributes:
+        has_failed: whether this node's failure ends the launch, so that the others end, too.
+        expiry_s: after so long a silence an agent is removed.
     """
 
     def __init__(
@@ -122,7 +126,8 @@ class StateHolder(RendezvousStateHolder):
         self._token: Any = None
         self._dirty = False
         self._cache_s = poll_s(settings.max_nodes)
-        self._expiry_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
+        self.has_failed = False
+        self.expiry_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._synced_s = float("-inf")
         self._last_beats: dict[NodeDesc, LastBeat] = {}
 
@@ -164,7 +169,7 @@ class StateHolder(RendezvousStateHolder):
             self._seal.say_once(error)
             self._state, self._dirty = last_state, True  # the next sync writes over the refused entry
         previous_s, self._synced_s = self._synced_s, time.monotonic()
-        self._remove_gone(was_late=self._synced_s - previous_s > self._expiry_s / 2)
+        self._remove_gone(was_late=self._synced_s - previous_s > self.expiry_s / 2)
         return has_set
 
     def replace(self, state: SharedState) -> bool:
@@ -199,7 +204,7 @@ class StateHolder(RendezvousStateHolder):
             if node == self._node:
                 continue
             is_known_gone = self._is_gone(state.facts.get(node, AgentFacts()), last.new_s)
-            if not is_known_gone and now_s - last.silent_s <= self._expiry_s:
+            if not is_known_gone and now_s - last.silent_s <= self.expiry_s:
                 continue
             self._drop(node)
             self._dirty = True  # write the removal, so that not every agent must find it out
@@ -220,9 +225,6 @@ class Executor(OpExecutor):
         settings: of the rendezvous.
         facts: what this agent tells the other agents of itself.
         shrink_s: how long a job that has run waits for more nodes than the minimum.
-
-    Attributes:
-        has_failed: whether this node's failure ends the launch, so that the others end, too.
     """
 
     def __init__(
@@ -232,7 +234,6 @@ class Executor(OpExecutor):
         self._record = recorder(type(self).__name__, settings.run_id, node)  # type: ignore[method-assign]
         self._holder, self._facts, self._shrink_s = holder, facts, shrink_s
         self._poll_s = poll_s(settings.max_nodes)
-        self.has_failed = False
 
     def run(self, state_handler: Any, deadline: float, update_deadline: Any = None) -> None:
         """Runs torch's loop, but reads the state again soon where torch waits for a second."""
@@ -297,7 +298,7 @@ class Executor(OpExecutor):
 
     def _mark_rendezvous_closed(self) -> None:
         super()._mark_rendezvous_closed()
-        if self.has_failed:
+        if self._holder.has_failed:
             self._state.failed = self._facts.name or str(self._node)
 
     def _mark_rendezvous_complete(self) -> None:

@@ -312,7 +312,9 @@ def test_nobody_is_asked_to_purge_a_job_that_goes_on_from_storage(monkeypatch, s
 
 
 def test_a_node_that_does_not_know_the_job_is_not_called_silent():
-    found = replace(job_survey(4, {2}), silent={"node-c": f"{UNPROVED} (UNAUTHENTICATED, unproved: a proof is needed.)"})
+    found = replace(
+        job_survey(4, {2}), silent={"node-c": f"{UNPROVED} (UNAUTHENTICATED, unproved: a proof is needed.)"}
+    )
     view = status_view.job_view(job(*(rank(i) for i in range(4)), silent_nodes=["node-c"]), found)
     assert view.health is Health.WARN and view.reason == (
         "the daemon of node-c does not know this job, or not by this node's token; step 40 can be restored without it."

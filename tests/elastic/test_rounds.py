@@ -475,11 +475,12 @@ def die(agent):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_round_with_a_node_that_died_while_it_was_open_is_left(make_job, rank, capfd):
     job = make_job("2", keep_alive_interval=1, keep_alive_max_attempt=2)
-    job.store.set_timeout(timedelta(seconds=3))  # stands for read_timeout
+    job.store.set_timeout(timedelta(seconds=60))  # stands for read_timeout
     dead = job.agent("node-x", number=(100, 200)[rank])
-    job.join(dead)
+    (dying,) = job.join(dead)
     until(lambda: job.shared.data and has_joined(job, dead), what="the agent that dies")
     die(dead)
+    until(dying.done, what="its end")  # all agents share this store, and so its timeout
     a, b = job.agent("node-a"), job.agent("node-b")
     (first,) = job.join(a)
     until(lambda: set(job.shared.state.participants) == {dead._node, a._node}, what="the round with the dead node")

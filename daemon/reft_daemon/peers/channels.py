@@ -64,9 +64,7 @@ class UnprovedReply(grpc.aio.AioRpcError):
 
     def __init__(self, status: grpc.StatusCode, text: str, challenge: bytes = b"") -> None:
         words = "".join(each if each.isprintable() else " " for each in text[:TEXT_MAX])
-        super().__init__(
-            grpc.StatusCode.UNAVAILABLE, details=f"{UNPROVED} ({status.name}, unproved: {words})"
-        )
+        super().__init__(grpc.StatusCode.UNAVAILABLE, details=f"{UNPROVED} ({status.name}, unproved: {words})")
         self.is_refusal = status is grpc.StatusCode.UNAUTHENTICATED
         self.challenge = challenge
 

@@ -151,7 +151,9 @@ def _judge_incomplete(job: JobFacts) -> tuple[Health, str]:
     silent = [name for name in job.silent_nodes if name not in job.refusing_nodes]
     words = [f"no answer from the daemon of {', '.join(silent)}"] if silent else []
     if job.refusing_nodes:
-        words.append(f"the daemon of {', '.join(job.refusing_nodes)} does not know this job, or not by this node's token")
+        words.append(
+            f"the daemon of {', '.join(job.refusing_nodes)} does not know this job, or not by this node's token"
+        )
     lacking = "; ".join(words)
     if job.holdings is None:
         return Health.WARN, f"{lacking}; its slots are not known."
