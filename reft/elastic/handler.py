@@ -212,7 +212,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             forget_worker_store(self._inner)
             info = None
             try:
-                # Until the members meet, a dead first node costs no more than the silence of another one.
+                # Before the members meet, a dead first node costs no more than its silence.
                 with _shorter_timeout(store_of(self._inner), self._holder.expiry_s):
                     info = self._inner.next_rendezvous()
             except ForeignEntry:
