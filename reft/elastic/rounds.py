@@ -46,7 +46,9 @@ from torch.distributed.elastic.events import NodeState, construct_and_record_rdz
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, RendezvousSettings
 
+from reft.console import say
 from reft.core.membership.sticky_ranks import PreviousRank, assign
+from reft.core.text import counted
 from reft.elastic.entry_seal import EntrySeal, RefusedEntry
 from reft.elastic.shared_state import AgentFacts, SharedState, check_certificates, member
 from reft.elastic.torch_internals import (
@@ -63,6 +65,7 @@ POLL_S = 0.2
 POLL_S_PER_NODE = 0.001  # 1000 agents then read the store 1000 times a second, not 5000 times
 POLL_MAX_S = 1.0
 FIRST_POLL_S = 0.02
+WAIT_SAID_S = 10.0  # then a line says for whom this node waits
 
 IsGone = Callable[[AgentFacts, float], bool]
 
@@ -238,9 +241,14 @@ class Executor(OpExecutor):
     def run(self, state_handler: Any, deadline: float, update_deadline: Any = None) -> None:
         """Runs torch's loop, but reads the state again soon where torch waits for a second."""
 
+        began_s, told = time.monotonic(), ""
+
         def handler(context: RendezvousContext, until: float) -> Action:
+            nonlocal told
             pause_s = FIRST_POLL_S
             while (action := self._patient(state_handler(context, until), context)) == Action.SYNC:
+                if not told and (told := self._waiting_words(time.monotonic() - began_s)):
+                    say(told)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._poll_s)
                 self._holder.sync(fresh=True)
@@ -249,6 +257,18 @@ class Executor(OpExecutor):
             return action
 
         super().run(handler, deadline, update_deadline)
+
+    def _waiting_words(self, waited_s: float) -> str:
+        """Returns what this node waits for, if people should know; else empty."""
+        state, settings = self._state, self._settings
+        if self._node in state.redundancy_list:
+            return f"this node stands by: the job has its {counted(settings.max_nodes, 'node')}."
+        if waited_s < WAIT_SAID_S or state.complete or len(state.participants) >= settings.min_nodes:
+            return ""
+        return (
+            f"{len(state.participants)} of {counted(settings.min_nodes, 'node')} have come to the rendezvous. This node "
+            f"waits for the others, at most for join_timeout ({settings.timeout.join.total_seconds():.0f} s)."
+        )
 
     def _patient(self, action: Action, context: RendezvousContext) -> Action:
         """Returns the action; in the place of joining, waiting, while this node must wait (9)."""

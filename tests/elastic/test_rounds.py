@@ -543,6 +543,23 @@ def test_an_interrupted_agent_does_not_wait_for_a_silent_store(make_job, monkeyp
     job.shared.answers.set()
 
 
+def test_a_node_that_waits_says_for_whom(make_job, monkeypatch, capfd):
+    monkeypatch.setattr(rounds, "WAIT_SAID_S", 0.0)
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    (first,) = job.join(a)
+    said = []
+    until(lambda: said.append(capfd.readouterr().err) or "have come" in "".join(said), what="the line")
+    (line,) = "".join(said).splitlines()
+    assert line == (
+        "[reft] 1 of 2 nodes have come to the rendezvous. This node waits for the others, at most for join_timeout (600 s)."
+    )
+    assert job.join(b)[0].result(20).world_size == first.result(20).world_size == 2
+    job.join(job.agent("node-s"))
+    until(lambda: said.append(capfd.readouterr().err) or "stands by" in "".join(said), what="the line of the spare")
+    assert "[reft] this node stands by: the job has its 2 nodes." in "".join(said)
+
+
 def test_waiting_nodes_begin_the_next_round_if_the_last_member_leaves_this_one(make_job):
     job = make_job("1")
     a, b = job.agent("node-a"), job.agent("node-b")
