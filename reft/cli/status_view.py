@@ -275,7 +275,7 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
 
 
 def remedy_of(status: pb.JobStatus, job_survey: JobSurvey | None, holdings: Holdings | None) -> str:
-    """Returns what to do if no version of a job can be restored from memory; else empty."""
+    """Returns what to do if memory has no version of a job; else empty."""
     if holdings is None or job_survey is None or not holdings.is_lost:
         return ""
     if status.HasField("storage") and status.storage.persisted >= 0:

@@ -28,11 +28,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistStoreError, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -67,6 +68,7 @@ from reft.elastic.torch_internals import (
     missing_in,
     replace_parts,
     stop_heartbeats,
+    store_of,
     this_node,
 )
 from reft.elastic.warm.warm import WarmWorkers, begin
@@ -97,6 +99,17 @@ class RestartSignals:
         """Returns whether a node was reported lost, or its agent has ended, since `seen_s`."""
         reported_s = self._lost_s.get(facts.home, float("-inf"))
         return reported_s >= seen_s or (bool(facts.process) and has_ended(facts.process))
+
+
+@contextlib.contextmanager
+def _shorter_timeout(store: Store, seconds: float) -> Iterator[None]:
+    """Lets calls of the store wait for at most `seconds` meanwhile."""
+    before = store.timeout
+    store.set_timeout(min(before, timedelta(seconds=seconds)))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
 
 
 def _end(
@@ -148,9 +161,9 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._signals = RestartSignals()
         seal = EntrySeal(settings.run_id, taken.key.entry_key(settings.run_id) if taken.key else None)
         self._holder = StateHolder(backend_of(inner), settings, self._node, self._signals.is_gone, seal)
-        self._executor = Executor(self._node, self._holder, settings, facts, shrink_s)
+        executor = Executor(self._node, self._holder, settings, facts, shrink_s)
         record = recorder(type(inner).__name__, settings.run_id, self._node)
-        replace_parts(inner, self._holder, self._executor, record)
+        replace_parts(inner, self._holder, executor, record)
         for name in missing_in(CACHES, inner):
             say(f"this torch has no {name}: {name.use}.")
         self._poller = StorePoller(inner.num_nodes_waiting)
@@ -199,7 +212,9 @@ class ReftRendezvousHandler(RendezvousHandler):
             forget_worker_store(self._inner)
             info = None
             try:
-                info = self._inner.next_rendezvous()
+                # Before the members meet, a dead first node costs no more than its silence.
+                with _shorter_timeout(store_of(self._inner), self._holder.expiry_s):
+                    info = self._inner.next_rendezvous()
             except ForeignEntry:
                 raise
             except DistStoreError:
@@ -355,7 +370,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         if self._heartbeat_client and self._round.members:
             self._heartbeat_client.close(AgentPhase.FINISHED if has_finished else AgentPhase.FAILED)
         self._settle()
-        self._executor.has_failed = not has_finished
+        self._holder.has_failed = not has_finished
         is_closed = bool(self._inner.shutdown())
         try:
             self._holder.leave()

@@ -46,7 +46,9 @@ from torch.distributed.elastic.events import NodeState, construct_and_record_rdz
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, RendezvousSettings
 
+from reft.console import say
 from reft.core.membership.sticky_ranks import PreviousRank, assign
+from reft.core.text import counted
 from reft.elastic.entry_seal import EntrySeal, RefusedEntry
 from reft.elastic.shared_state import AgentFacts, SharedState, check_certificates, member
 from reft.elastic.torch_internals import (
@@ -63,6 +65,7 @@ POLL_S = 0.2
 POLL_S_PER_NODE = 0.001  # 1000 agents then read the store 1000 times a second, not 5000 times
 POLL_MAX_S = 1.0
 FIRST_POLL_S = 0.02
+WAIT_SAID_S = 10.0  # then a line says for whom this node waits
 
 IsGone = Callable[[AgentFacts, float], bool]
 
@@ -111,6 +114,10 @@ class StateHolder(RendezvousStateHolder):
         is_gone: returns whether a node is known to be gone, from the node's facts and the time
             (monotonic) of its last keep-alive.
         seal: signs and judges what is written and read.
+
+    Attributes:
+        has_failed: whether this node's failure ends the launch, so that the others end, too.
+        expiry_s: after so long a silence an agent is removed.
     """
 
     def __init__(
@@ -122,7 +129,8 @@ class StateHolder(RendezvousStateHolder):
         self._token: Any = None
         self._dirty = False
         self._cache_s = poll_s(settings.max_nodes)
-        self._expiry_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
+        self.has_failed = False
+        self.expiry_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._synced_s = float("-inf")
         self._last_beats: dict[NodeDesc, LastBeat] = {}
 
@@ -164,7 +172,7 @@ class StateHolder(RendezvousStateHolder):
             self._seal.say_once(error)
             self._state, self._dirty = last_state, True  # the next sync writes over the refused entry
         previous_s, self._synced_s = self._synced_s, time.monotonic()
-        self._remove_gone(was_late=self._synced_s - previous_s > self._expiry_s / 2)
+        self._remove_gone(was_late=self._synced_s - previous_s > self.expiry_s / 2)
         return has_set
 
     def replace(self, state: SharedState) -> bool:
@@ -199,7 +207,7 @@ class StateHolder(RendezvousStateHolder):
             if node == self._node:
                 continue
             is_known_gone = self._is_gone(state.facts.get(node, AgentFacts()), last.new_s)
-            if not is_known_gone and now_s - last.silent_s <= self._expiry_s:
+            if not is_known_gone and now_s - last.silent_s <= self.expiry_s:
                 continue
             self._drop(node)
             self._dirty = True  # write the removal, so that not every agent must find it out
@@ -220,9 +228,6 @@ class Executor(OpExecutor):
         settings: of the rendezvous.
         facts: what this agent tells the other agents of itself.
         shrink_s: how long a job that has run waits for more nodes than the minimum.
-
-    Attributes:
-        has_failed: whether this node's failure ends the launch, so that the others end, too.
     """
 
     def __init__(
@@ -232,14 +237,18 @@ class Executor(OpExecutor):
         self._record = recorder(type(self).__name__, settings.run_id, node)  # type: ignore[method-assign]
         self._holder, self._facts, self._shrink_s = holder, facts, shrink_s
         self._poll_s = poll_s(settings.max_nodes)
-        self.has_failed = False
 
     def run(self, state_handler: Any, deadline: float, update_deadline: Any = None) -> None:
         """Runs torch's loop, but reads the state again soon where torch waits for a second."""
 
+        began_s, told = time.monotonic(), ""
+
         def handler(context: RendezvousContext, until: float) -> Action:
+            nonlocal told
             pause_s = FIRST_POLL_S
             while (action := self._patient(state_handler(context, until), context)) == Action.SYNC:
+                if not told and (told := self._waiting_words(time.monotonic() - began_s)):
+                    say(told)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, self._poll_s)
                 self._holder.sync(fresh=True)
@@ -248,6 +257,18 @@ class Executor(OpExecutor):
             return action
 
         super().run(handler, deadline, update_deadline)
+
+    def _waiting_words(self, waited_s: float) -> str:
+        """Returns what this node waits for, if people should know; else empty."""
+        state, settings = self._state, self._settings
+        if self._node in state.redundancy_list:
+            return f"this node stands by: the job has its {counted(settings.max_nodes, 'node')}."
+        if waited_s < WAIT_SAID_S or state.complete or len(state.participants) >= settings.min_nodes:
+            return ""
+        return (
+            f"{len(state.participants)} of {counted(settings.min_nodes, 'node')} have come to the rendezvous. This node "
+            f"waits for the others, at most for join_timeout ({settings.timeout.join.total_seconds():.0f} s)."
+        )
 
     def _patient(self, action: Action, context: RendezvousContext) -> Action:
         """Returns the action; in the place of joining, waiting, while this node must wait (9)."""
@@ -297,7 +318,7 @@ class Executor(OpExecutor):
 
     def _mark_rendezvous_closed(self) -> None:
         super()._mark_rendezvous_closed()
-        if self.has_failed:
+        if self._holder.has_failed:
             self._state.failed = self._facts.name or str(self._node)
 
     def _mark_rendezvous_complete(self) -> None:

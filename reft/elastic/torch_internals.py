@@ -16,6 +16,7 @@ from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous, utils
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousBackend
 
@@ -46,7 +47,7 @@ REQUIRED = _table(
         RENDEZVOUS + "dynamic_rendezvous": "_Action _DistributedRendezvousOpExecutor _NodeDesc "
         "_remove_participant_epilogue _RendezvousContext _RendezvousState _RendezvousStateHolder _should_keep_alive",
         RENDEZVOUS + "dynamic_rendezvous:DynamicRendezvousHandler": "_this_node _state_holder _op_executor _record "
-        "_stop_heartbeats",
+        "_store _stop_heartbeats",
         RENDEZVOUS + "dynamic_rendezvous:_BackendRendezvousStateHolder": "_backend",
         RENDEZVOUS
         + "dynamic_rendezvous:_DistributedRendezvousOpExecutor": "_node _state _settings _record _keep_alive "
@@ -139,6 +140,11 @@ def this_node(handler: DynamicRendezvousHandler) -> NodeDesc:
 def backend_of(handler: DynamicRendezvousHandler) -> RendezvousBackend:
     """Returns the backend of the state holder that torch has made."""
     return handler._state_holder._backend
+
+
+def store_of(handler: DynamicRendezvousHandler) -> Store:
+    """Returns the store by which torch's agents exchange values in a round."""
+    return handler._store
 
 
 def replace_parts(

@@ -475,11 +475,12 @@ def die(agent):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_round_with_a_node_that_died_while_it_was_open_is_left(make_job, rank, capfd):
     job = make_job("2", keep_alive_interval=1, keep_alive_max_attempt=2)
-    job.store.set_timeout(timedelta(seconds=3))  # stands for read_timeout
+    job.store.set_timeout(timedelta(seconds=60))  # stands for read_timeout
     dead = job.agent("node-x", number=(100, 200)[rank])
-    job.join(dead)
+    (dying,) = job.join(dead)
     until(lambda: job.shared.data and has_joined(job, dead), what="the agent that dies")
     die(dead)
+    until(dying.done, what="its end")  # all agents share this store, and so its timeout
     a, b = job.agent("node-a"), job.agent("node-b")
     (first,) = job.join(a)
     until(lambda: set(job.shared.state.participants) == {dead._node, a._node}, what="the round with the dead node")
@@ -540,6 +541,23 @@ def test_an_interrupted_agent_does_not_wait_for_a_silent_store(make_job, monkeyp
     assert a.shutdown() and not waiting.done()
     assert "reft-leave" in {thread.name for thread in threading.enumerate()}, "it still waits for the store"
     job.shared.answers.set()
+
+
+def test_a_node_that_waits_says_for_whom(make_job, monkeypatch, capfd):
+    monkeypatch.setattr(rounds, "WAIT_SAID_S", 0.0)
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    (first,) = job.join(a)
+    said = []
+    until(lambda: said.append(capfd.readouterr().err) or "have come" in "".join(said), what="the line")
+    (line,) = "".join(said).splitlines()
+    assert line == (
+        "[reft] 1 of 2 nodes have come to the rendezvous. This node waits for the others, at most for join_timeout (600 s)."
+    )
+    assert job.join(b)[0].result(20).world_size == first.result(20).world_size == 2
+    job.join(job.agent("node-s"))
+    until(lambda: said.append(capfd.readouterr().err) or "stands by" in "".join(said), what="the line of the spare")
+    assert "[reft] this node stands by: the job has its 2 nodes." in "".join(said)
 
 
 def test_waiting_nodes_begin_the_next_round_if_the_last_member_leaves_this_one(make_job):

@@ -175,7 +175,7 @@ def fresh_start_block(job: str, inventory: Inventory) -> str:
 
 
 def stored_remedy(step: int, silent: Collection[str]) -> str:
-    """Returns what to do if memory has no step that can be restored, and storage has one.
+    """Returns what to do if only storage has a step that can be restored.
 
     A purge would end the job on storage.
 

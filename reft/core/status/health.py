@@ -147,7 +147,7 @@ def _on_nodes(job: JobFacts) -> str:
 
 
 def _judge_incomplete(job: JobFacts) -> tuple[Health, str]:
-    """Returns the health and the sentence if some daemons do not answer, or do not know the job."""
+    """Returns health and sentence if daemons are silent, or do not know the job."""
     silent = [name for name in job.silent_nodes if name not in job.refusing_nodes]
     words = [f"no answer from the daemon of {', '.join(silent)}"] if silent else []
     if job.refusing_nodes:
