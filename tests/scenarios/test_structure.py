@@ -19,6 +19,7 @@ def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     model[:2].requires_grad_(False)
+    model[2].register_buffer("history", torch.zeros(2))
     return model, torch.optim.AdamW(model[2].parameters(), lr=1e-2)
 
 
@@ -100,7 +101,48 @@ def give_a_group_a_frozen_layer(model, optimizer):
     return "the groups of optimizer.0 got other parameters"
 
 
-CHANGES = [prune_a_layer, add_foreign_parameters, freeze_a_layer_by_another_list, give_a_group_a_frozen_layer]
+def grow_a_layer(model, optimizer):
+    """As a vocabulary that is resized: the same name, another shape."""
+    layer, grown = model[2], nn.Linear(8, 3)
+    optimizer.param_groups[0]["params"] = [*grown.parameters()]
+    optimizer.state.clear()
+    layer.weight, layer.bias = grown.weight, grown.bias
+    return "2 parameters got another shape or dtype during this run, e.g. model.0.2.bias"
+
+
+def cast_in_place(model, optimizer):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    for moment in (each for state in optimizer.state.values() for each in state.values() if each.dim()):
+        moment.data = moment.data.double()
+    model.register_forward_pre_hook(lambda _, inputs: tuple(each.double() for each in inputs))
+    return "6 parameters got another shape or dtype"
+
+
+def register_a_buffer_for_checkpoints(model, optimizer):
+    model[2].register_buffer("mask", torch.ones(2))
+    return "1 buffer joined during this run, e.g. model.0.2.mask"
+
+
+def resize_a_buffer_of_checkpoints(model, optimizer):
+    model[2].history = torch.ones(3)
+    return "1 buffer got another shape or dtype during this run, e.g. model.0.2.history"
+
+
+def take_a_buffer(model, optimizer):
+    model[2].history = None
+    return "1 buffer left during this run, e.g. model.0.2.history"
+
+
+def register_a_buffer_in_a_new_module(model, optimizer):
+    model[2].norm = nn.Module()
+    model[2].norm.register_buffer("mask", torch.ones(2), persistent=False)
+    return "1 buffer joined during this run, e.g. model.0.2.norm.mask"
+
+
+CHANGES = [prune_a_layer, add_foreign_parameters, freeze_a_layer_by_another_list, give_a_group_a_frozen_layer,
+           grow_a_layer, cast_in_place, register_a_buffer_for_checkpoints, resize_a_buffer_of_checkpoints, take_a_buffer,
+           register_a_buffer_in_a_new_module]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -119,6 +161,29 @@ def test_a_change_that_a_restart_cannot_repeat_is_said_when_it_happens(attach, c
     assert name in caplog.text and "A restarted script builds the model as at the start" in caplog.text
     other, another = build()
     assert attach(other, another).step == 2 and state_bytes(other, another) == before
+
+
+def test_a_buffer_that_a_forward_registers_comes_back(attach):
+    """Such as a mask made at the first batch. A restart must not need a forward before attach."""
+
+    def forward(model):
+        if not hasattr(model[1], "mask"):
+            model[1].register_buffer("mask", torch.randn(8, 4).t(), persistent=False)
+
+    model, optimizer = build()
+    session = attach(model, optimizer)
+    for step in session.steps(3):
+        iteration(model, optimizer, step, adds=False)
+        forward(model)
+    assert session.seal(timeout=60).step == 3
+    other, another = build()
+    session = attach(other, another)
+    assert session.step == 3 and everything(other, another) == everything(model, optimizer)
+    forward(other)
+    assert torch.equal(other[1].mask, model[1].mask) and "1.mask" not in other.state_dict()
+    for step in session.steps(5):
+        iteration(other, another, step, adds=False)
+    assert session.seal(timeout=60).step == 5, "a restart could bring this mask back, too"
 
 
 def test_groups_that_the_script_has_no_longer_are_refused(attach):
@@ -152,7 +217,7 @@ def test_only_groups_of_known_parameters_behind_the_own_ones_are_added(saved, mi
 
 def facts(parameters: str, *groups: str) -> StructureFacts:
     """Parameters of one letter each, and those in the groups of an optimizer."""
-    return StructureFacts(frozenset(parameters), {"optimizer.0": [[*group] for group in groups]})
+    return StructureFacts(dict.fromkeys(parameters, "float32 [2]"), {"optimizer.0": [[*group] for group in groups]})
 
 
 @pytest.mark.parametrize(

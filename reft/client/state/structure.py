@@ -9,8 +9,10 @@ layout is judged:
     added groups        by the names of their parameters, in the snapshot's order
 
 What names of parameters can't bring back is not tried: groups of parameters that the model does not
-have, other parameters in the groups that the script built, pruned or grown models.
-`changed_beyond_repair` finds that when it happens.
+have, other parameters in the groups that the script built, pruned or grown models, parameters of
+another shape or dtype. `changed_beyond_repair` finds that when it happens. Buffers may change if no
+state dict has them: a restore makes these (`ModuleExtractor.make`), but not those that a state dict
+has, since there another shape means another model.
 """
 
 from __future__ import annotations
@@ -18,15 +20,21 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
+from reft.client.state.extract.modules import ModuleExtractor
 from reft.client.state.extract.optimizers import OptimizerExtractor
+from reft.client.state.inner_tensors import PLAIN_TYPES
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain
+from reft.client.state.tensors import leaf_of, without_wrappers
 from reft.client.state.tracked_objects import TrackedObjects
+from reft.client.torch_internals import buffers_of, is_persistent
 from reft.core.layout.layout import Leaf
 from reft.core.text import counted
 
@@ -37,16 +45,36 @@ NAMES_SHOWN = 3
 Groups = Sequence[Mapping[str, Any]]
 
 
-class StructureFacts(NamedTuple):
-    """The parameters of the objects, and where they are.
+class BufferFacts(NamedTuple):
+    """A buffer of a module.
 
     Attributes:
-        parameters: names of all parameters.
-        groups: for each optimizer the names of the parameters in each of its groups, by prefix.
+        form: its dtype, shape and order in memory, as text; empty if it is None.
+        owner: the module, with the prefix.
+        is_plain: whether a restore can make it, by its name and as a plain tensor.
+        is_temporary: whether the module's state dict leaves it out.
     """
 
-    parameters: frozenset[str]
+    form: str
+    owner: str
+    is_plain: bool
+    is_temporary: bool
+
+
+class StructureFacts(NamedTuple):
+    """The parameters and buffers of the objects, and where they are.
+
+    Attributes:
+        parameters: dtype and shape of all parameters, as text, by name.
+        groups: for each optimizer the names of the parameters in each of its groups, by prefix.
+        buffers: all buffers, by name, also those that are None.
+        modules: names of all modules, with their prefix.
+    """
+
+    parameters: Mapping[str, str]
     groups: Mapping[str, Sequence[Sequence[str]]]
+    buffers: Mapping[str, BufferFacts] = MappingProxyType({})
+    modules: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tracked: TrackedObjects, leaves: Iterable[Leaf], names: ParameterNames) -> StructureFacts:
@@ -56,7 +84,18 @@ class StructureFacts(NamedTuple):
             for prefix, value, extractor in tracked.items()
             if isinstance(extractor, OptimizerExtractor) and isinstance(value, torch.optim.Optimizer)
         }
-        return cls(parameter_names(leaves), groups)
+        parts = [
+            (".".join(filter(None, (prefix, without_wrappers(path)))), part)
+            for prefix, value, extractor in tracked.items()
+            if isinstance(extractor, ModuleExtractor) and isinstance(value, nn.Module)
+            for path, part in value.named_modules()
+        ]
+        buffers = {
+            tracked.identity(f"{owner}.{key}"): _buffer_facts(tracked, owner, part, key, tensor)
+            for owner, part in parts
+            for key, tensor in buffers_of(part).items()
+        }
+        return cls(parameter_forms(leaves), groups, buffers, frozenset(owner for owner, _ in parts))
 
     def first_groups(self, tracked: TrackedObjects, counts: Sequence[int]) -> StructureFacts:
         """Returns the same with only those groups that the script itself made."""
@@ -148,23 +187,61 @@ def changed_beyond_repair(built: StructureFacts, now: StructureFacts) -> str:
         built: what the script had built when it called attach.
         now: what is true now.
     """
-    joined, left = now.parameters - built.parameters, built.parameters - now.parameters
-    parts = [
-        f"{counted(len(names), 'parameter')} {what} during this run, e.g. {', '.join(sorted(names)[:NAMES_SHOWN])}"
-        for names, what in ((joined, "joined"), (left, "left"))
-        if names
-    ]
+    joined, left, changed = _compared(built.parameters, now.parameters)
+    parts = _lines("parameter", (("joined", joined), ("left", left), ("got another shape or dtype", changed)))
+    buffers = _lines("buffer", _lasting(built, now))
     parts += [
         f"the groups of {prefix} got other parameters during this run, or another order"
         for prefix, groups in now.groups.items()
         if not joined and not _can_repeat(built.groups.get(prefix, ()), groups)
     ]
+    parts += buffers
     if not parts:
         return ""
     return (
         f"{', and '.join(parts)}. A restarted script builds the model as at the start, so later steps could not be restored. "
-        "Make this change before reft.attach."
+        "Make this change before reft.attach"
+        + (
+            ", or register the buffer with persistent=False: such ones may join, and change their shape."
+            if buffers
+            else "."
+        )
     )
+
+
+def _lines(kind: str, changes: Iterable[tuple[str, Collection[str]]]) -> list[str]:
+    """Returns a text for each kind of change that some tensors have seen."""
+    return [
+        f"{counted(len(names), kind)} {what} during this run, e.g. {', '.join(sorted(names)[:NAMES_SHOWN])}"
+        for what, names in changes
+        if names
+    ]
+
+
+def _compared(built: Mapping[str, str], now: Mapping[str, str]) -> tuple[set[str], set[str], set[str]]:
+    """Returns the names that joined, those that left, and those whose form is another."""
+    changed = {name for name, form in now.items() if built.get(name, form) != form}
+    return {*now} - {*built}, {*built} - {*now}, changed
+
+
+def _lasting(built: StructureFacts, now: StructureFacts) -> list[tuple[str, set[str]]]:
+    """Returns what happened to buffers that a restore does not make as they are now.
+
+    A buffer that was None joins if it has a value. `ModuleExtractor.make` gives it that value.
+    """
+    before, after = ({name: each.form for name, each in facts.buffers.items() if each.form} for facts in (built, now))
+    joined, left, changed = _compared(before, after)
+    made = {name for name, each in now.buffers.items() if each.is_plain and each.is_temporary}
+    filled = {name for name in built.buffers if name in after and now.buffers[name].is_plain}
+    known = {name for name in made if now.buffers[name].owner in built.modules}
+    return [("joined", joined - known - filled), ("left", left), ("got another shape or dtype", changed - made)]
+
+
+def _buffer_facts(tracked: TrackedObjects, owner: str, part: nn.Module, key: str, tensor: Any) -> BufferFacts:
+    name = f"{owner}.{key}"
+    form = "" if tensor is None else leaf_of(name, tensor, True).describe()
+    is_plain = type(tensor) in PLAIN_TYPES and tracked.identity(name) == name
+    return BufferFacts(form, owner, is_plain, not is_persistent(part, key))
 
 
 def _can_repeat(built: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) -> bool:
@@ -175,6 +252,6 @@ def _can_repeat(built: Sequence[Sequence[str]], now: Sequence[Sequence[str]]) ->
     return bool(missing_groups(built, [{"params": group} for group in now], known))
 
 
-def parameter_names(leaves: Iterable[Leaf]) -> frozenset[str]:
-    """Returns the names of the parameters among the leaves."""
-    return frozenset(leaf.name for leaf in leaves if not leaf.staged and not OF_OPTIMIZER.match(leaf.name))
+def parameter_forms(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """Returns dtype and shape of the parameters among the leaves, as text, by name."""
+    return {leaf.name: leaf.describe() for leaf in leaves if not leaf.staged and not OF_OPTIMIZER.match(leaf.name)}

@@ -130,9 +130,10 @@ class ModuleExtractor:
     def make(
         self, prefix: str, value: nn.Module, leaves: Sequence[Leaf], names: ParameterNames, buffer: HugePageBuffer
     ) -> None:
-        """Creates buffers that are None, or that training has resized and no checkpoint contains.
+        """Creates buffers that are None, and those that training made or resized.
 
-        Any other missing tensor means that the model is another one.
+        The latter only if no checkpoint contains them. Any other missing
+        tensor means that the model is another one.
         """
         saved_leaves = {leaf.name: leaf for leaf in leaves if leaf.shape == leaf.global_shape}
         for path, part in value.named_modules():
@@ -145,6 +146,18 @@ class ModuleExtractor:
                     device = None if neighbor is None else neighbor.device
                     dtype = getattr(torch, leaf.dtype)
                     buffers_of(part)[key] = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=device)
+        self._register(prefix, value, saved_leaves.values())
+
+    def _register(self, prefix: str, value: nn.Module, leaves: Iterable[Leaf]) -> None:
+        """Registers buffers that a forward makes, such as a mask."""
+        parts = {".".join(filter(None, (prefix, without_wrappers(path)))): part for path, part in value.named_modules()}
+        for leaf in leaves:
+            owner, _, key = leaf.name.rpartition(".")
+            if leaf.staged and owner in parts and not hasattr(parts[owner], key) and ModelForm.of(leaf).is_temporary:
+                neighbor = next(chain(parts[owner].parameters(), value.parameters()), None)
+                device, dtype = None if neighbor is None else neighbor.device, getattr(torch, leaf.dtype)
+                made = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=device)
+                parts[owner].register_buffer(key, made, persistent=False)
 
     def capture(self, prefix: str, value: nn.Module, names: ParameterNames) -> dict[str, Any]:
         """Returns nothing: all state of a module is in leaves."""
