@@ -240,7 +240,7 @@ class StorageFolder:
         try:
             self._fill(file, text)
         except OSError:
-            # Storage may be full. A part of the text under its name would be a damaged file for good.
+            # Storage may be full. A part of the text would be a damaged file for good.
             with contextlib.suppress(OSError):
                 self._calls.unlink(self.path / name)
             raise
