@@ -104,7 +104,7 @@ def test_verify_finds_a_changed_byte(held: tuple[DaemonProcess, Path, list[int]]
         path.write_bytes(whole)
 
 
-def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]]) -> None:
+def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]], tmp_path: Path) -> None:
     _, storage, (older, newest) = held
     (path,) = storage.glob(f"job/*/e*-s{newest}/MANIFEST.json")
     whole = path.read_bytes()
@@ -113,6 +113,8 @@ def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]]) 
         (job,) = json.loads(invoke("list", f"{storage}/", "--json").stdout)["jobs"]
         assert [(row["where"], row["step"]) for row in job["held"]] == [("storage", older), ("damaged", -1)]
         assert invoke("verify", str(storage)).exit_code == 1
+        done = json.loads(invoke("export", f"{storage}/job", "--to", str(tmp_path / "out"), "--json").stdout)
+        assert done["step"] == older and f"-s{newest} is damaged, not used" in " ".join(done["notes"])
     finally:
         path.write_bytes(whole)
 

@@ -155,7 +155,9 @@ class StoredSource:
             StorageUnreadable: storage can't be read.
         """
         lineage, name = self._checkpoint()
-        more = "--lineage", lineage, "--name", name
+        more = "--lineage", lineage["lineage"], "--name", name
+        damaged = lineage["damaged"].items() if self.step < 0 else ()
+        notes = tuple(f"checkpoint {each} is damaged, not used: {why}" for each, why in sorted(damaged))
         started = storage.start_audit("read", self.root, self.job, *more, key_file=self.key_file, stdin=subprocess.PIPE)
         files = StoredFileProcess(started, self.root)
         try:
@@ -167,15 +169,15 @@ class StoredSource:
             counter, ident, step = answer["version"]
             version = Version(Epoch(counter, bytes.fromhex(ident)), step)
             slots = {rank: self._slot(rank, version, name, files) for rank in answer["ranks"]}
-            yield ExportState(version, manifest, slots, stored=tuple(slots))
+            yield ExportState(version, manifest, slots, stored=tuple(slots), notes=notes)
         finally:
             files.close()
 
     def __str__(self) -> str:
         return f"{self.root.rstrip('/')}/{self.job}"
 
-    def _checkpoint(self) -> tuple[str, str]:
-        """Returns lineage and name of the checkpoint."""
+    def _checkpoint(self) -> tuple[Mapping[str, Any], str]:
+        """Returns lineage, as the program lists it, and name of the checkpoint."""
         documents = list(storage.audit("list", self.root, self.job, key_file=self.key_file))
         jobs = documents[0]["jobs"]
         lineages = [each for each in (jobs[0]["lineages"] if jobs else ()) if self.lineage in ("", each["lineage"])]
@@ -191,7 +193,7 @@ class StoredSource:
         rows = [each for each in rows if each["counts"]] or (rows if self.step >= 0 else [])
         if not rows:
             raise self._no_checkpoint(lineage)
-        return lineage["lineage"], rows[0]["name"]
+        return lineage, rows[0]["name"]
 
     def _no_checkpoint(self, lineage: Mapping[str, Any]) -> AttachError:
         """Returns why a lineage has no checkpoint to export."""
