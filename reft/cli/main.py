@@ -301,7 +301,7 @@ def purge(job: str, all_jobs: bool, yes: bool, as_json: bool, daemon: str | None
             step = "no whole step" if view.whole is None else f"step {view.whole}"
         if not yes:
             _confirm(f"Free the memory of job {job} on {reply.node} ({step})?", as_json)
-        freed = ask(address, "Purge", pb.PurgeRequest(job=job)).freed_bytes
+        freed = ask(address, "Purge", pb.PurgeRequest(job=job), storage.STORED_S).freed_bytes
     if as_json:
         result = {"job": job, "node": reply.node, "freed_bytes": freed, "other_nodes": others}
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result}, indent=2))

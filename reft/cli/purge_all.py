@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reft.cli.ask import NoSuchJob, ask
+from reft.cli.storage import STORED_S
 from reft.cli.survey import SURVEY_DEADLINE_S
 from reft.config import Config, slots_folder
 from reft.core.budget import format_bytes
@@ -169,7 +170,7 @@ class PurgeAllCommand:
     def _free(self, job: str) -> int | None:
         """Frees a job; returns the bytes, or None if the job is gone."""
         try:
-            nbytes: int = ask(self.address, "Purge", pb.PurgeRequest(job=job), SURVEY_DEADLINE_S).freed_bytes
+            nbytes: int = ask(self.address, "Purge", pb.PurgeRequest(job=job), STORED_S).freed_bytes
             return nbytes
         except NoSuchJob:
             return None

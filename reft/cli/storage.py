@@ -144,6 +144,7 @@ def rows_of_folder(root: str, key_file: Path | None = None) -> dict[str, list[He
     (document,) = audit("list", root, key_file=key_file)
     return {
         each["job"]: [row for lineage in each["lineages"] for row in rows_of_lineage(lineage)]
+        + ([HeldEntry("damaged", -1, -1, None, "", False, each["trouble"])] if each["trouble"] else [])
         for each in document["jobs"]
     }
 
@@ -164,7 +165,12 @@ def audit(verb: str, root: str, job: str = "", key_file: Path | None = None) -> 
     assert process.stdout is not None, "it is a pipe"
     try:
         for line in process.stdout:
-            answer = json.loads(line)
+            try:
+                answer = json.loads(line)
+            except ValueError as error:  # it was killed in the middle of a line, for lack of memory perhaps
+                raise StorageUnreadable(
+                    f"the program that reads {root} has ended in the middle of an answer.", "run the command again"
+                ) from error
             if "error" in answer:
                 raise StorageUnreadable(f"{root} can't be read: {answer['error']}", answer["hint"])
             yield answer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from reft.cli import ask, purge_all, storage
+from reft.cli import main as cli
 from reft.cli.main import main
 from reft.cli.storage import start_audit
+from reft.errors import ConfigError
 from reft.wire.slot_format import read_head
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.persist.persister import STALL_S
 from tests.support.daemons import DaemonProcess
 from tests.support.stored import persist, record_of
 from tests.support.trainers import Spec, Trainers
@@ -97,7 +104,7 @@ def test_verify_finds_a_changed_byte(held: tuple[DaemonProcess, Path, list[int]]
         path.write_bytes(whole)
 
 
-def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]]) -> None:
+def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]], tmp_path: Path) -> None:
     _, storage, (older, newest) = held
     (path,) = storage.glob(f"job/*/e*-s{newest}/MANIFEST.json")
     whole = path.read_bytes()
@@ -106,5 +113,56 @@ def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]]) 
         (job,) = json.loads(invoke("list", f"{storage}/", "--json").stdout)["jobs"]
         assert [(row["where"], row["step"]) for row in job["held"]] == [("storage", older), ("damaged", -1)]
         assert invoke("verify", str(storage)).exit_code == 1
+        done = json.loads(invoke("export", f"{storage}/job", "--to", str(tmp_path / "out"), "--json").stdout)
+        assert done["step"] == older and f"-s{newest} is damaged, not used" in " ".join(done["notes"])
     finally:
         path.write_bytes(whole)
+
+
+def test_job_that_cannot_be_read_hides_no_other(held: tuple[DaemonProcess, Path, list[int]]) -> None:
+    """For example another user's, on shared storage; here a link to itself."""
+    _, storage, steps = held
+    for name in ("locked", "odd"):
+        (storage / name).mkdir()
+    os.rmdir(storage / "locked")
+    os.symlink("locked", storage / "locked")
+    (storage / "odd" / ("0" * 16)).touch()
+    try:
+        listed = {job["job"]: job["held"] for job in json.loads(invoke("list", f"{storage}/", "--json").stdout)["jobs"]}
+        assert len(listed["job"]) == len(steps) and listed.keys() == {"job", "locked", "odd"}
+        assert all("can't be read" in listed[name][0]["note"] for name in ("locked", "odd"))
+        done = invoke("verify", str(storage), "--json")
+        results = json.loads(done.stdout)["checkpoints"]
+        assert done.exit_code == 1 and sum(each["sound"] for each in results) == len(steps)
+        assert invoke("verify", str(storage), "locked").exit_code == 1
+        assert "Too many levels" in invoke("verify", str(storage), "locked").stderr
+    finally:
+        os.unlink(storage / "locked")
+        shutil.rmtree(storage / "odd")
+
+
+def test_program_that_is_killed_amid_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def killed(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", """printf '{"jobs": ['; kill -9 $$"""], stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(storage, "start_audit", killed)
+    done = invoke("list", f"{tmp_path}/")
+    assert done.exit_code == 1 and "has ended in the middle of an answer" in done.stderr
+
+
+def test_purge_waits_as_long_as_the_daemon_waits_for_storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else it would say that no daemon answers, while the daemon marks the lineage."""
+    waits, address = [], f"unix:{tmp_path}/daemon.sock"
+
+    def asked(address: str, method: str, request: Any, deadline_s: float = ask.DEADLINE_S) -> Any:
+        if method == "Purge":
+            waits.append(deadline_s)
+            raise ConfigError("storage takes nothing for 60 s.")
+        return pb.StatusReply(node="n", jobs=[pb.JobStatus(job="job", whole=-1, backing="tmpfs")])
+
+    monkeypatch.setattr(cli, "ask", asked)
+    monkeypatch.setattr(purge_all, "ask", asked)
+    assert "takes nothing for 60 s" in invoke("purge", "job", "--yes", daemon=address).stderr
+    with pytest.raises(ConfigError):
+        purge_all.PurgeAllCommand(address, tmp_path)._free("job")
+    assert len(waits) == 2 and min(waits) > STALL_S

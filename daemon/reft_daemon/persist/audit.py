@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import errno
 import json
 import sys
 import time
@@ -37,6 +38,7 @@ from reft_daemon.persist.slot_copy import SlotRange, verify_file
 from reft_daemon.persist.storage_root import AnyFolder, open_root
 
 TELL_BYTES: Final = 64 << 20  # between two lines of progress
+_OF_ONE_JOB: Final = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP)
 
 
 def main() -> None:
@@ -53,13 +55,13 @@ def main() -> None:
         key = read_key(settings.key_file) if settings.key_file else None
         found = stores(open_root(settings.root), settings.job, key)
         if settings.verb == "list":
-            tell({"jobs": [job_row(store) for store in found]})
+            tell({"jobs": [job_row(store, is_asked=bool(settings.job)) for store in found]})
         elif settings.verb == "read":
             store = CheckpointStore(open_root(settings.root), settings.job, key)
             read_files(store, settings.lineage, settings.name)
         else:
             for store in found:
-                verify_job(store)
+                verify_job(store, is_asked=bool(settings.job))
     except (ReftError, OSError) as error:
         if settings.verb == "read":
             write_error(sys.stdout.buffer, error_row(error))
@@ -83,13 +85,40 @@ def stores(root: AnyFolder, job: str, key: bytes | None) -> Iterator[CheckpointS
         if JOB_NAME.fullmatch(name):
             store = CheckpointStore(root, name, key)
             with contextlib.suppress(NotADirectoryError):  # a file beside the jobs
-                if store.lineages():
+                try:
+                    is_job = bool(store.lineages())
+                except (FormatError, OSError) as error:
+                    is_job = bool(job) or _is_of_one_job(error)  # who reads it next meets the same error
+                    if not is_job:
+                        raise
+                if is_job:
                     yield store
 
 
-def job_row(store: CheckpointStore) -> dict[str, Any]:
-    """Returns what storage holds of a job, the newest checkpoint of each lineage first."""
-    return {"job": store.job, "lineages": [lineage_row(store, ident) for ident in store.lineages()]}
+def job_row(store: CheckpointStore, is_asked: bool) -> dict[str, Any]:
+    """Returns what storage holds of a job, the newest checkpoint of each lineage first.
+
+    Args:
+        store: of the job.
+        is_asked: whether the job was named. Else it must not hide the others if it can't be read.
+    """
+    try:
+        return {
+            "job": store.job, "lineages": [lineage_row(store, ident) for ident in store.lineages()], "trouble": "",
+        }  # fmt: skip
+    except (FormatError, OSError) as error:
+        if is_asked or not _is_of_one_job(error):
+            raise
+        return {"job": store.job, "lineages": [], "trouble": _words_of_job(error)}
+
+
+def _is_of_one_job(error: FormatError | OSError) -> bool:
+    """Whether an error says nothing of the storage's other jobs; several users may share it."""
+    return isinstance(error, FormatError) or error.errno in _OF_ONE_JOB
+
+
+def _words_of_job(error: FormatError | OSError) -> str:
+    return f"the job can't be read: {error.message if isinstance(error, FormatError) else error}"
 
 
 def lineage_row(store: CheckpointStore, ident: str) -> dict[str, Any]:
@@ -146,8 +175,21 @@ def read_checkpoints(store: CheckpointStore, lineage: str) -> tuple[list[ListedC
     return listed, damages
 
 
-def verify_job(store: CheckpointStore) -> None:
-    """Compares each byte of a job's checkpoints with its digest; prints the result of each."""
+def verify_job(store: CheckpointStore, is_asked: bool) -> None:
+    """Compares each byte of a job's checkpoints with its digest; prints the result of each.
+
+    Args:
+        store, is_asked: see `job_row`.
+    """
+    try:
+        _verify_job(store)
+    except (FormatError, OSError) as error:
+        if is_asked or not _is_of_one_job(error):
+            raise
+        _tell_result(store.job, "", "", _words_of_job(error))
+
+
+def _verify_job(store: CheckpointStore) -> None:
     for lineage in store.lineages():
         listed, damages = read_checkpoints(store, lineage)
         for each in listed:

@@ -169,7 +169,7 @@ class StorageServer:
             ]
             for damaged, error in damages.items():
                 log.error("job=%s %s is not used: %s", store.job, damaged, error.message)
-                if not checkpoints:  # else the job would start anew, as if there were none
+                if not checkpoints and not lineage.has_ended:  # else the job would start anew, as if there were none
                     raise FormatError(f"{damaged} is the only checkpoint, or as bad as all others: {error.message}")
             decisions = [messages.decision_to(each).SerializeToString().hex() for each in lineage.decisions]
             lineages.append(

@@ -146,7 +146,7 @@ class Persister:
         await self._call({"do": "look"}, STALL_S)
 
     async def newest(self, job: str, lineage: str) -> StoredStep | None:
-        """Returns the checkpoint of a lineage that was completed last; None: there is none.
+        """Returns the newest checkpoint of a lineage; None: there is none. Clocks may jump.
 
         Raises:
             StorageFailed: storage can't be listed.
@@ -163,7 +163,7 @@ class Persister:
             if found["ident"] == lineage
             for each in found["checkpoints"]
         ]
-        return max(steps, key=lambda step: step.time_s, default=None)
+        return max(steps, key=lambda step: step.version.order, default=None)
 
     async def commit(self, manifest: stored.StoredManifest, decision: Decision) -> None:
         """Completes a checkpoint.

@@ -194,7 +194,9 @@ class StorageFolder:
         Raises:
             OSError: the file exists, or can't be written.
         """
-        file = self.create(name)
+        self._fill(self.create(name), text)
+
+    def _fill(self, file: StorageFile, text: bytes) -> None:
         try:
             file.write(memoryview(text), 0)
             file.complete(len(text))
@@ -232,9 +234,16 @@ class StorageFolder:
 
     def _write_exclusive(self, name: str, text: bytes) -> bool:
         try:
-            self.write(name, text)
+            file = self.create(name)
         except FileExistsError:
             return self.read(name, len(text) + 1) == text
+        try:
+            self._fill(file, text)
+        except OSError:
+            # Storage may be full. A part of the text would be a damaged file for good.
+            with contextlib.suppress(OSError):
+                self._calls.unlink(self.path / name)
+            raise
         return True
 
     def read(self, name: str, limit: int) -> bytes:

@@ -115,7 +115,7 @@ class ExportCommand:
                 ranges = make or safetensors_files(folder, match.tensors, self.shard_bytes)
                 with opened(ranges) as targets:
                     self._write(gathered.blocks(match, folder), match, targets)
-            notes = list(match.notes)
+            notes = [*match.notes, *state.notes]
             notes += [
                 f"{name} of {version} on node {state.names.get(node, node)}: damaged, not used"
                 for node, name, version in sorted(self._erased, key=lambda each: (each[2].order, each[:2]))

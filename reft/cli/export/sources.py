@@ -50,6 +50,7 @@ class ExportState:
         stored: old ranks whose slots are files of a checkpoint.
         earlier: capsules of older steps of the same epoch that are left.
         names: node id → name for people.
+        notes: what was not used, and why, for a person.
     """
 
     version: Version
@@ -61,6 +62,7 @@ class ExportState:
     stored: tuple[int, ...] = ()
     earlier: tuple[bytes, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def placement(self) -> Placement:

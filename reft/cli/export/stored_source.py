@@ -13,7 +13,7 @@ import contextlib
 import json
 import subprocess
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from reft.cli.export.sources import Erased, ExportState
 from reft.cli.storage import StorageUnreadable
 from reft.core.commit.version import Epoch, Version
 from reft.core.persist.storage_url import is_url
+from reft.core.text import counted
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.range_pipe import ERROR_MAX, FileRequest, receive_answer, receive_into
 from reft.wire.slot_format import Bytes
@@ -154,7 +155,9 @@ class StoredSource:
             StorageUnreadable: storage can't be read.
         """
         lineage, name = self._checkpoint()
-        more = "--lineage", lineage, "--name", name
+        more = "--lineage", lineage["lineage"], "--name", name
+        damaged = lineage["damaged"].items() if self.step < 0 else ()
+        notes = tuple(f"checkpoint {each} is damaged, not used: {why}" for each, why in sorted(damaged))
         started = storage.start_audit("read", self.root, self.job, *more, key_file=self.key_file, stdin=subprocess.PIPE)
         files = StoredFileProcess(started, self.root)
         try:
@@ -166,21 +169,22 @@ class StoredSource:
             counter, ident, step = answer["version"]
             version = Version(Epoch(counter, bytes.fromhex(ident)), step)
             slots = {rank: self._slot(rank, version, name, files) for rank in answer["ranks"]}
-            yield ExportState(version, manifest, slots, stored=tuple(slots))
+            yield ExportState(version, manifest, slots, stored=tuple(slots), notes=notes)
         finally:
             files.close()
 
     def __str__(self) -> str:
         return f"{self.root.rstrip('/')}/{self.job}"
 
-    def _checkpoint(self) -> tuple[str, str]:
-        """Returns lineage and name of the checkpoint."""
+    def _checkpoint(self) -> tuple[Mapping[str, Any], str]:
+        """Returns lineage, as the program lists it, and name of the checkpoint."""
         documents = list(storage.audit("list", self.root, self.job, key_file=self.key_file))
         jobs = documents[0]["jobs"]
         lineages = [each for each in (jobs[0]["lineages"] if jobs else ()) if self.lineage in ("", each["lineage"])]
         if not lineages:
             raise NoSuchJob(f"{self} holds no checkpoints of such a job.", f"reft-cli list {self.root}/")
         going_on = [each for each in lineages if not each["ended"]] or lineages
+        going_on = [each for each in going_on if each["checkpoints"]] or going_on  # an attach chooses so, too
         if len(going_on) > 1:
             names = ", ".join(each["lineage"] for each in going_on)
             raise ConfigError(f"{self} has several lineages: {names}.", "choose one by --lineage")
@@ -188,11 +192,21 @@ class StoredSource:
         rows = [each for each in lineage["checkpoints"] if self.step in (-1, each["step"])]
         rows = [each for each in rows if each["counts"]] or (rows if self.step >= 0 else [])
         if not rows:
-            steps = ", ".join(str(each["step"]) for each in lineage["checkpoints"]) or "none"
-            raise AttachError(
-                f"{self} has no such checkpoint; it has the steps {steps}.", lineage["trouble"] or "correct --step"
-            )
-        return lineage["lineage"], rows[0]["name"]
+            raise self._no_checkpoint(lineage)
+        return lineage, rows[0]["name"]
+
+    def _no_checkpoint(self, lineage: Mapping[str, Any]) -> AttachError:
+        """Returns why a lineage has no checkpoint to export."""
+        steps, damaged = ", ".join(str(each["step"]) for each in lineage["checkpoints"]), len(lineage["damaged"])
+        what = "checkpoint that counts" if self.step < 0 else f"checkpoint of step {self.step}"
+        held = f"it has the steps {steps}" if steps else "it has none"
+        words = f" and {counted(damaged, 'damaged checkpoint')}" if damaged else ""
+        if lineage["trouble"]:
+            return AttachError(f"{self} has no {what}; {held}{words}.", lineage["trouble"])
+        remedy = (
+            "correct --step" if steps else f"reft-cli list {self.root.rstrip('/')}/ shows all jobs and lineages there"
+        )
+        return AttachError(f"{self} has no {what}; {held}{words}.", remedy)
 
     def _slot(self, rank: int, version: Version, name: str, files: StoredFileProcess) -> ExportReader:
         what = f"the file of rank {rank} in {self}, checkpoint {name},"

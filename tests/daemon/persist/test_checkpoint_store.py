@@ -229,6 +229,24 @@ def test_storage_without_links(tmp_path: Path, slots: list[Slot], code: int) -> 
     store.put_decision(LINEAGE, DECISION)  # a repeated one changes nothing
 
 
+def test_full_storage_without_links_keeps_no_part_of_a_decision(tmp_path: Path) -> None:
+    """Else each later attach would find a damaged decision."""
+
+    def before(number: int, call: str) -> None:
+        if call == "link":
+            raise OSError(errno.EPERM, "no links")
+        if call == "write" and "link" in calls.calls:
+            raise OSError(errno.ENOSPC, "full")
+
+    calls = FaultyStorage(tmp_path)
+    calls.before = before
+    with pytest.raises(OSError, match="full"):
+        _store(tmp_path, calls).put_decision(LINEAGE, DECISION)
+    assert not os.listdir(tmp_path / "run" / LINEAGE)
+    _store(tmp_path).put_decision(LINEAGE, DECISION)
+    assert _store(tmp_path).decisions(LINEAGE) == [DECISION]
+
+
 def test_index_that_becomes_visible_late_is_awaited(
     tmp_path: Path, slots: list[Slot], monkeypatch: pytest.MonkeyPatch
 ) -> None:

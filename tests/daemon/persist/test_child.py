@@ -110,6 +110,17 @@ def test_listing_reads_each_text_once_and_tells_of_each(server: HeardServer) -> 
     assert server.moved == [7] * len(texts)
 
 
+def test_damaged_checkpoint_stops_a_start_unless_its_lineage_has_ended(server: HeardServer, tmp_path: Path) -> None:
+    """After a purge, what it left on storage must not stop a fresh start."""
+    for path in tmp_path.glob("run/*/e*/MANIFEST.json"):
+        path.write_bytes(b"{")
+    assert "is the only checkpoint" in server.ask("list")["error"]
+    _store(tmp_path).end(LINEAGE)
+    assert "error" not in server.ask("list")
+    (lineage,) = json.loads(server.texts[0])
+    assert lineage["has_ended"] and not lineage["checkpoints"]
+
+
 @pytest.mark.parametrize(("do", "heads"), [("load", 0), ("open", 2)])
 def test_one_checkpoint_is_read_without_the_others(server: HeardServer, do: str, heads: int) -> None:
     assert "error" not in server.ask(do, lineage=LINEAGE, name=NAME, ranks=[0, 3])

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from reft_daemon.persist.__main__ import OOM_SCORE
 from reft_daemon.persist.persister import Persister, StorageFailed
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource
 from tests.daemon.child.test_child_process import with_child
-from tests.daemon.persist.test_checkpoint_store import LINEAGE, Slot
+from tests.daemon.persist.test_checkpoint_store import LINEAGE, VERSION, Slot, _persist, _store
 
 DECISION = Decision(Epoch(1, bytes(16)), None)
 
@@ -170,6 +171,21 @@ def test_storage_that_is_not_there_is_found_without_a_job(tmp_path):
 
     with_persister(tmp_path, find)
     with_persister(tmp_path / "nosuch", miss)
+
+
+def test_newest_checkpoint_is_that_of_the_newest_step_although_a_clock_was_ahead(tmp_path):
+    slot, store = Slot(0), _store(tmp_path)
+    for step in (40, 41):
+        slot.seal(replace(VERSION, step=step))
+        _persist(store, [slot], replace(VERSION, step=step))
+    os.close(slot.source.descriptor)
+    (manifest,) = tmp_path.glob("run/*/*-s40/MANIFEST.json")
+    os.utime(manifest, (2e9, 2e9))
+
+    async def act(each: Persister) -> None:
+        assert (await each.newest("run", LINEAGE)).version.step == 41
+
+    with_persister(tmp_path, act)
 
 
 def test_decisions_commits_and_retention_go_through_the_process(tmp_path):
