@@ -16,11 +16,11 @@
     compare     a fresh start, before the placement: all ranks find mismatched leaves
     choose      with protect="auto", before the placement: copies or parity of state of one rank
     decide      one rank a node: store the decision, before any rank loads
-    open, load  every rank: register as trainer, slots ─► live tensors
+    open, load  every rank: register as trainer, slots ─► live tensors; between open and load one
+                rank a node: store the base's capsules with their holders again
                 (after a damaged slot: back to inventory, without that slot)
-    lease       one rank a node: store the base's capsules with their holders again; once all did,
-                every rank: slots for the next snapshots, every page touched; then, where nodes
-                copy other ranks' state, slots for gradient records
+    lease       every rank: slots for the next snapshots, every page touched; then, where nodes copy
+                other ranks' state, slots for gradient records
     begin       host state, random generators last; if a node of the base was lost, take the first
                 snapshot now
 

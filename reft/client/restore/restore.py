@@ -1,9 +1,10 @@
 """One restore: all ranks run the same steps together, into the same shape or into another one.
 
-    open     the slots and capsules that this rank reads  ─► OpenReport ┐ damaged, or replicas that
+    open     this process is the rank's trainer;
+             the slots and capsules that this rank reads  ─► OpenReport ┐ damaged, or replicas that
                                                                         │ differ: counts as lost,
     match    which bytes go where; another shape asks the other ranks   │ and all ranks make a
-    make     live tensors for every leaf                                │
+    make     capsules to their holders; live tensors for every leaf     │
     load     bytes over the process group; lost shards are decoded      │
                                                           ─► LoadReport ┘
     finish   host state                                   ─► RestoreResult
@@ -240,21 +241,41 @@ def inline_leaves(match: RestoreMatch) -> dict[int, Bytes]:
 
 
 def run_restore(
-    restore: Restore, rank_group: RankGroup, transport: Callable[[], Transport | None], at_chunk: AtChunk
+    restore: Restore,
+    rank_group: RankGroup,
+    transport: Callable[[], Transport | None],
+    at_chunk: AtChunk,
+    register: Callable[[], object],
+    secure: Callable[[], object],
 ) -> RestoreResult:
     """Runs all steps; all ranks call it together.
+
+    An error in `register` or `secure` is raised on all ranks. Each is done within the exchange of a
+    step, since an exchange of its own would make all ranks wait once more.
 
     Args:
         restore: this rank's steps.
         rank_group: all ranks of the job.
         transport: creates the transport between ranks, on all ranks together.
         at_chunk: called before each chunk is read, from several threads.
+        register: registers this rank, which only then may open slots.
+        secure: brings the capsules of a version that is not damaged to their holders.
 
     Raises:
+        ReftError: see `register` and `secure`.
         LayoutChanged: the state does not fit; names the leaves.
         RestoreError: bytes are not available, or decoded bytes differ from the saved ones.
     """
-    opened, opens = share(rank_group, restore.open, OpenReport)
+
+    def begin() -> tuple[dict[int, OldRank], OpenReport]:
+        register()
+        return restore.open()
+
+    def make() -> Mapping[str, torch.Tensor]:
+        secure()
+        return restore.make(match)
+
+    opened, opens = share(rank_group, begin, OpenReport)
     if damaged := damaged_at_open(opens):
         return RestoreResult(damaged, is_mismatched=not any(report.damaged for report in opens))
     replayed: Mapping[int, SlotMap] = {}
@@ -263,7 +284,7 @@ def run_restore(
         if refused := {number: why for report in reports for number, why in report.refused.items()}:
             return RestoreResult(tuple(sorted(refused)), reasons=tuple(why for _, why in sorted(refused.items())))
     match = restore.match(opened, opens, rank_group)
-    tensors = together(rank_group, lambda: restore.make(match))
+    tensors = together(rank_group, make)
     for is_last in (False, True):
         loads = gather(
             rank_group,
