@@ -90,7 +90,9 @@ def restore(
     leases: SlotLeases,
     buffer: HugePageBuffer,
 ) -> RestoreResult:
-    """Registers each rank as trainer; restores the base, if there is one. All ranks call it together.
+    """Registers each rank as trainer, and restores the base, if there is one.
+
+    All ranks call it together.
 
     Args:
         context: what every step needs.

@@ -27,7 +27,7 @@ import torch
 from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
 from reft.client.restore.executor import NO_RANK, LoadReport, TransferExecutor
-from reft.client.restore.materialize import live_tensors
+from reft.client.restore.materialize import live_index
 from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank, refuse_resized
 from reft.client.restore.remote_slots import remote_read_s
 from reft.client.restore.replay import ReplayReport, replay_s, replay_sections
@@ -37,6 +37,7 @@ from reft.client.restore.slot_reader import AtChunk, SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
 from reft.client.restore.verify import PeerMessages, chunk_verifier
+from reft.client.state.tensors import TensorIndex
 from reft.console import say
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Leaf
@@ -62,6 +63,8 @@ class RestoreResult:
         lines: messages for the user about state that each old rank had of its own.
         is_mismatched: whether the old ranks are given up because replicas differ, without damage.
         reasons: why replays were refused.
+        tensor_index: where each tensor was found, after missing ones were made; None if nothing was
+            restored.
     """
 
     damaged: tuple[int, ...] = ()
@@ -69,6 +72,7 @@ class RestoreResult:
     lines: tuple[str, ...] = ()
     is_mismatched: bool = False
     reasons: tuple[str, ...] = ()
+    tensor_index: TensorIndex | None = None
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,14 @@ class Restore:
         facts = {old: each for report in reports for old, each in report.facts.items()}
         return self.change.match(self.context, opened, facts, rank_group, SIZES)
 
-    def make(self, match: RestoreMatch) -> Mapping[str, torch.Tensor]:
-        """Returns the live tensor of every leaf, by name; creates missing ones.
+    def make(self, match: RestoreMatch) -> TensorIndex:
+        """Returns the index of the live tensors of every leaf; creates missing ones.
 
         Raises:
             LayoutChanged: the leaves are not those of the model and optimizer.
         """
         context = self.context
-        return live_tensors(match.leaves, context.tracked, context.tensor_index, context.buffer)
+        return live_index(match.leaves, context.tracked, context.tensor_index, context.buffer)
 
     def load(
         self,
@@ -207,10 +211,15 @@ class Restore:
                 damaged.add(number)
         return slots, damaged
 
-    def finish(self, match: RestoreMatch) -> RestoreResult:
-        """Restores host state; all leaves are loaded."""
+    def finish(self, match: RestoreMatch, made: TensorIndex) -> RestoreResult:
+        """Restores host state; all leaves are loaded.
+
+        Args:
+            match: has the host state.
+            made: what `make` returned.
+        """
         self.context.host.restore(match.tree, match.lists)
-        return RestoreResult(tree=match.tree, lines=match.lines)
+        return RestoreResult(tree=match.tree, lines=match.lines, tensor_index=made)
 
 
 def slot_bytes(placement: Placement, number: int) -> int:
@@ -271,7 +280,7 @@ def run_restore(
         register()
         return restore.open()
 
-    def make() -> Mapping[str, torch.Tensor]:
+    def make() -> TensorIndex:
         secure()
         return restore.make(match)
 
@@ -284,11 +293,11 @@ def run_restore(
         if refused := {number: why for report in reports for number, why in report.refused.items()}:
             return RestoreResult(tuple(sorted(refused)), reasons=tuple(why for _, why in sorted(refused.items())))
     match = restore.match(opened, opens, rank_group)
-    tensors = together(rank_group, make)
+    made = together(rank_group, make)
     for is_last in (False, True):
         loads = gather(
             rank_group,
-            lambda: restore.load(match, tensors, transport(), at_chunk, replayed),
+            lambda: restore.load(match, made.tensors, transport(), at_chunk, replayed),
             LoadReport,
             restore.remote_read_s,
         )
@@ -299,7 +308,7 @@ def run_restore(
             break
         if rank_group.rank == 0:
             say(f"{min(faults)}. All ranks load again.")
-    return restore.finish(match)
+    return restore.finish(match, made)
 
 
 def damaged_at_open(reports: Sequence[OpenReport]) -> tuple[int, ...]:

@@ -99,10 +99,10 @@ class Steps:
         self._step("match")
         return "matched"
 
-    def make(self, matched: str) -> dict[str, Any]:
+    def make(self, matched: str) -> SimpleNamespace:
         assert matched == "matched"
         self._step("make")
-        return {"w": "tensor"}
+        return SimpleNamespace(tensors={"w": "tensor"})
 
     def load(self, matched: str, tensors: Any, transport: Any, at_chunk: Any, replayed: Any) -> LoadReport:
         assert replayed == ({5: "slot"} if "replay" in self.steps else {})
@@ -110,8 +110,8 @@ class Steps:
         self._step("load")
         return self.loads.pop(0)
 
-    def finish(self, matched: str) -> RestoreResult:
-        assert matched == "matched"
+    def finish(self, matched: str, made: Any) -> RestoreResult:
+        assert (matched, made.tensors) == ("matched", {"w": "tensor"})
         self._step("finish")
         return RestoreResult(tree={"step": 8}, lines=("line",))
 
