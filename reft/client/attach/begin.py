@@ -24,6 +24,7 @@ from reft.client.snapshot.snapshotter import Snapshotter
 from reft.client.snapshot.task import SnapshotHistory
 from reft.client.state.restored_generators import restore_generators
 from reft.client.state.structure import StructureFacts
+from reft.client.state.tensors import TensorIndex
 from reft.console import say
 from reft.core.commit.snapshot_cadence import SnapshotCadence
 from reft.core.commit.snapshot_interval import DueSteps, FailureHistory, IntervalEstimator
@@ -61,7 +62,7 @@ def begin(
     index, tracked = introduction.state.tensor_index, introduction.state.tracked
     built = StructureFacts.of(tracked, index.leaves(), index.names).first_groups(tracked, counts)
     snapshots = make_snapshotter(
-        context, introduction, plan, leases, slots, engine, SnapshotHistory(), step, built, records
+        context, introduction, plan, leases, slots, engine, SnapshotHistory(), step, built, records, result.tensor_index
     )
     tree, settings, generators = result.tree, context.settings, None
     if tree is not None:
@@ -112,6 +113,7 @@ def make_snapshotter(
     step: int | None,
     built: StructureFacts | None,
     records: RecordMemory | None = None,
+    bound: TensorIndex | None = None,
 ) -> Snapshotter:
     """Returns the snapshotter of the new epoch.
 
@@ -126,6 +128,7 @@ def make_snapshotter(
         step: the completed step; None for a new layout, whose first step the round names.
         built: what a restarted script builds; None if that is not known.
         records: the slots for gradient records; None if this rank records nothing.
+        bound: the index of the tensors that were restored; None if nothing was.
     """
     settings, daemon, state, epoch = context.settings, introduction.daemon, introduction.state, plan.decision.epoch
     rank, tracked = context.rank, state.tracked
@@ -149,7 +152,7 @@ def make_snapshotter(
     return Snapshotter(
         facts,
         plan.decision,
-        SavePlanner(tracked, plan.placement, rank, engine.parity_tiling, state.predicted.leaves, built),
+        SavePlanner(tracked, plan.placement, rank, engine.parity_tiling, state.predicted.leaves, built, bound),
         state.host,
         engine,
         reporter,

@@ -1,7 +1,8 @@
 """The first steps of attach: every rank learns the facts of all ranks, and the manifest follows.
 
 introduce   this rank's state, this node's daemon ─► RankInfo ═► all ranks ─► Introduction
-describe    one rank for each symbolic table: the table ═► all ranks ─► Description
+describe    one rank for each symbolic table: the table ═► all ranks ─► Description; at the start
+            short tables have come with the inventory
 compare     digests of replicas ═► all ranks ─► mismatched leaves
 """
 
@@ -43,6 +44,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 JOB_TOKEN_S = 10.0  # an agent beats three times a second, and its daemon may just have been restarted
 JOB_TOKEN_PAUSE_S = 0.05
+SHORT_TABLE = 1 << 20  # longer ones travel alone: the facts of one rank have a limit (FACTS_MAX)
 AGENTS_KEY = "the agent's"  # instead of a key's mark: agents with different keys meet nowhere
 
 
@@ -283,21 +285,38 @@ def make_secrets(tries: int, token: bytes = b"") -> JobSecrets:
     return JobSecrets(idents, token or secrets.token_bytes(messages.TOKEN_BYTES), lineage)
 
 
-def describe(context: AttachContext, introduction: Introduction) -> Description:
+def describe(
+    context: AttachContext, introduction: Introduction, published: Sequence[bytes] | None = None
+) -> Description:
     """Publishes symbolic tables, and makes the new manifest. All ranks call it together.
+
+    Args:
+        context: what every step needs.
+        introduction: the facts of all ranks.
+        published: what the ranks have published already, see `short_table`. The ranks exchange
+            tables only if one is missing.
 
     Raises:
         AttachError: a rank could not take part.
     """
-    state, ranks = introduction.state, introduction.ranks
-    is_mine = ranks.describes(context.rank)
-    published = gather(
-        context.rank_group,
-        lambda: RankMessage(manifest.table_to(state.symbolic.table) if is_mine else b""),
-        RankMessage,
-    )
-    new = manifest_of(context, introduction, [each.data for each in published])
+    ranks = introduction.ranks
+    if published is None or not all(data for rank, data in enumerate(published) if ranks.describes(rank)):
+        gathered = gather(context.rank_group, lambda: RankMessage(symbolic_table(introduction)), RankMessage)
+        published = [each.data for each in gathered]
+    new = manifest_of(context, introduction, published)
     return Description(new, division_of(layouts_of(new), inline_bytes_max(domains_of(new)), ()))
+
+
+def symbolic_table(introduction: Introduction) -> bytes:
+    """Returns the symbolic table that this rank publishes; empty if another rank has the same."""
+    is_mine = introduction.ranks.describes(introduction.rank)
+    return manifest.table_to(introduction.state.symbolic.table) if is_mine else b""
+
+
+def short_table(introduction: Introduction) -> bytes:
+    """Returns this rank's symbolic table if it may travel with other facts, else nothing."""
+    table = symbolic_table(introduction)
+    return table if len(table) <= SHORT_TABLE else b""
 
 
 def compare(context: AttachContext, introduction: Introduction, description: Description) -> list[str]:

@@ -1,6 +1,6 @@
 """The step inventory: what all daemons hold of the job, on present and on absent nodes.
 
-    one rank a node: end orphans, read headers ═► all ranks ─► JobSurvey
+    one rank a node: end orphans, read headers ═► all ranks ─► JobSurvey; short tables come along
     absent nodes that these replies name: the daemon of one rank asks them ═► all ranks ─► JobSurvey
 
 The time for an answer of an absent node is decided in `reft.core.recovery.survey_timeout`.
@@ -9,12 +9,12 @@ The time for an answer of an absent node is decided in `reft.core.recovery.surve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from reft.client.attach.arguments import AttachContext
-from reft.client.attach.introduce import Introduction, leader_of
-from reft.client.link.exchange import gather_replies
+from reft.client.attach.introduce import Introduction, leader_of, short_table
+from reft.client.link.exchange import gather, gather_replies
 from reft.config import Launch
 from reft.core.commit.version import Version
 from reft.core.recovery.survey_timeout import is_settled
@@ -47,11 +47,63 @@ def take_inventory(
     """
 
     def ask() -> pb.InventoryReply:
-        reply: pb.InventoryReply = introduction.daemon.call("Inventory", inventory_request(introduction, ends_orphans))
-        reply.known.extend(known_to_agent(context.launch, reply.node))
-        return reply
+        return ask_own(context, introduction, ends_orphans)
 
     by_rank = gather_replies(context.rank_group, introduction.is_leader, ask, pb.InventoryReply)
+    return _with_absent_nodes(context, introduction, by_rank, erased, before, ends_orphans)
+
+
+@dataclass(frozen=True)
+class InventoryMessage:
+    """What a rank sends for the first inventory.
+
+    Attributes:
+        reply: the reply of its daemon; empty if another rank of its node asks.
+        table: see `short_table`.
+    """
+
+    reply: bytes = b""
+    table: bytes = b""
+
+
+def take_first_inventory(context: AttachContext, introduction: Introduction) -> tuple[JobSurvey, list[bytes]]:
+    """Returns the replies of all daemons, and each rank's short table. All ranks call it together.
+
+    The tables need no exchange of their own then.
+
+    Raises:
+        ReftError: a node's own daemon does not answer.
+    """
+
+    def ask() -> InventoryMessage:
+        reply = ask_own(context, introduction).SerializeToString() if introduction.is_leader else b""
+        return InventoryMessage(reply, short_table(introduction))
+
+    sent = gather(context.rank_group, ask, InventoryMessage)
+    by_rank = [pb.InventoryReply.FromString(each.reply) for each in sent]
+    return _with_absent_nodes(context, introduction, by_rank), [each.table for each in sent]
+
+
+def ask_own(context: AttachContext, introduction: Introduction, ends_orphans: bool = True) -> pb.InventoryReply:
+    """Returns the inventory of this node's daemon.
+
+    Raises:
+        ReftError: the daemon does not answer.
+    """
+    reply: pb.InventoryReply = introduction.daemon.call("Inventory", inventory_request(introduction, ends_orphans))
+    reply.known.extend(known_to_agent(context.launch, reply.node))
+    return reply
+
+
+def _with_absent_nodes(
+    context: AttachContext,
+    introduction: Introduction,
+    by_rank: Sequence[pb.InventoryReply],
+    erased: Collection[Erasure] = (),
+    before: JobSurvey | None = None,
+    ends_orphans: bool = True,
+) -> JobSurvey:
+    """Returns the survey of these replies, and of the absent nodes that they name."""
     replies = {node.id: by_rank[leader_of(node)] for node in introduction.nodes}
     survey = JobSurvey(replies, before=before)
     absent = survey.absent(introduction.nodes)

@@ -1,11 +1,10 @@
 """The steps decide, open, load and lease: slots ─► live tensors, and slots for the next snapshots.
 
-registration   one rank a node: store the decision; then
-               every rank: this process is the rank's trainer. An error undoes both
-restore        every rank: the base's slots ─► live tensors and host state
-lease          one rank a node: the base's capsules go to their holders again; then
-               every rank: slots for the next snapshots, every page touched. The daemon frees
-               slots of older versions for them
+registration   one rank a node: store the decision. An error in all that follows undoes it
+restore        every rank: this process is the rank's trainer; the base's slots ─► live tensors and
+               host state. Meanwhile one rank a node: the base's capsules go to their holders again
+lease          every rank: slots for the next snapshots, every page touched. The daemon frees slots
+               of older versions for them
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ from reft.wire.v1 import daemon_pb2 as pb
 def registration(
     context: AttachContext, introduction: Introduction, plan: AttachPlan, leases: SlotLeases
 ) -> Iterator[None]:
-    """Stores the decision and registers each rank as trainer. An error undoes both on every node.
+    """Stores the decision. An error undoes it, and what was registered, on every node.
+
+    `restore` registers each rank as trainer, once all nodes have the decision.
 
     Args:
         context: what every step needs.
@@ -47,12 +48,10 @@ def registration(
         leases: the leases of this rank, from `leases_of`.
 
     Raises:
-        ReftError: a daemon refused the decision, or a rank can't be registered, for example because
-            another trainer lives.
+        ReftError: a daemon refused the decision.
     """
     try:
         decide(context, introduction, plan)
-        together(context.rank_group, leases.register)
         yield
     except BaseException:
         with contextlib.suppress(ReftError):  # the first error counts
@@ -91,20 +90,25 @@ def restore(
     leases: SlotLeases,
     buffer: HugePageBuffer,
 ) -> RestoreResult:
-    """Restores the base, if there is one. All ranks call it together.
+    """Registers each rank as trainer, and restores the base, if there is one.
+
+    All ranks call it together.
 
     Args:
         context: what every step needs.
         introduction: the ranks and nodes that take part.
         plan: the base, and where each rank's part of it is found.
-        leases: maps slots of this node.
+        leases: registers this rank; maps slots of this node.
         buffer: memory for tensors to create.
 
     Raises:
+        ReftError: a rank can't be registered, for example because another trainer lives; or a
+            holder does not keep the base's capsules.
         LayoutChanged: the state does not fit.
         RestoreError: bytes are not available, or decoded bytes differ from the saved ones.
     """
     if plan.base is None:
+        together(context.rank_group, leases.register)
         return RestoreResult()
     settings, group, device = context.settings, context.rank_group.group, introduction.state.device
     facts = {"rank": context.rank, "epoch": plan.decision.epoch.counter}
@@ -120,9 +124,12 @@ def restore(
     def at_chunk(chunk: int) -> None:
         context.failpoints.hit("restore.chunk", chunk=chunk, **facts)
 
+    def secure_base() -> None:
+        send_capsules(introduction, plan)
+
     with contextlib.closing(SlotOpener(leases, remote_slots(context, introduction, plan.survey))) as opener:
         steps = restore_steps(context, introduction, plan, opener, buffer)
-        result = run_restore(steps, context.rank_group, transport, at_chunk)
+        result = run_restore(steps, context.rank_group, transport, at_chunk, leases.register, secure_base)
     for each in made:  # after an error ranks may still wait for messages, and the process ends
         each.close()
     return result
@@ -182,21 +189,26 @@ def give_up(context: AttachContext, plan: AttachPlan, leases: SlotLeases, result
 def secure(context: AttachContext, introduction: Introduction, plan: AttachPlan) -> None:
     """Sends the base's capsules to their holders again. All ranks call it together.
 
-    On all nodes before the first lease: the daemons free older versions then. On a single node
-    there is no holder, and nothing to wait for.
+    A re-attach loads nothing. So this is a step of its own there.
 
     Raises:
         ReftError: a holder does not keep the capsules.
     """
-    if len(introduction.nodes) == 1:
-        return
+    together(context.rank_group, lambda: send_capsules(introduction, plan))
 
-    def send() -> None:
-        if introduction.is_leader and plan.base is not None:
-            epoch = messages.epoch_to(plan.decision.epoch)
-            introduction.daemon.call("Secure", pb.SecureRequest(job=introduction.job.id, epoch=epoch))
 
-    together(context.rank_group, send)
+def send_capsules(introduction: Introduction, plan: AttachPlan) -> None:
+    """Has this node's daemon send the base's capsules to their holders, if this rank speaks for it.
+
+    On all nodes before the first lease: the daemons free older versions then. On a single node
+    there is no holder.
+
+    Raises:
+        ReftError: a holder does not keep the capsules.
+    """
+    if introduction.is_leader and plan.base is not None and len(introduction.nodes) > 1:
+        epoch = messages.epoch_to(plan.decision.epoch)
+        introduction.daemon.call("Secure", pb.SecureRequest(job=introduction.job.id, epoch=epoch))
 
 
 def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, leases: SlotLeases) -> list[MappedSlot]:
@@ -206,7 +218,6 @@ def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, 
         NoRoom: the slots don't fit into memory.
     """
     data_bytes = plan.placement.rank_placement(context.rank).unplanned_offset
-    secure(context, introduction, plan)
     all_bytes = data_bytes * slots_of(context.settings, plan.manifest) * context.rank_group.world
     return together(
         context.rank_group,

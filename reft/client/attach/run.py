@@ -2,9 +2,10 @@
 
     name        the names of pipeline stages; tensors that may be tied count as tied
     introduce   find or start this node's daemon; every rank learns the facts of all ranks
-    describe    for each symbolic table one rank publishes the table
     inventory   one rank a node: end orphans, read the headers of all held slots and capsules;
                 one rank surveys absent nodes
+    describe    for each symbolic table one rank publishes the table, at the start together with the
+                inventory
     storage     if memory has no base, or storage a newer history: one rank a node opens its share
                 of a checkpoint, then inventory again
     ties        with such tensors: the base's manifest says which are tied, or without a base
@@ -16,11 +17,11 @@
     compare     a fresh start, before the placement: all ranks find mismatched leaves
     choose      with protect="auto", before the placement: copies or parity of state of one rank
     decide      one rank a node: store the decision, before any rank loads
-    open, load  every rank: register as trainer, slots ─► live tensors
+    open, load  every rank: register as trainer, slots ─► live tensors; between open and load one
+                rank a node: store the base's capsules with their holders again
                 (after a damaged slot: back to inventory, without that slot)
-    lease       one rank a node: store the base's capsules with their holders again; once all did,
-                every rank: slots for the next snapshots, every page touched; then, where nodes
-                copy other ranks' state, slots for gradient records
+    lease       every rank: slots for the next snapshots, every page touched; then, where nodes copy
+                other ranks' state, slots for gradient records
     begin       host state, random generators last; if a node of the base was lost, take the first
                 snapshot now
 
@@ -28,7 +29,7 @@ Each step takes the results of the steps before it, and returns its own. A resul
 What a step decides is a function of data. What a step does with a daemon ends with an exchange: an
 error of one rank is raised on all ranks within a deadline, so no rank hangs.
 
-    Introduction ─► Description ─► JobSurvey ─► AttachPlan ─► RestoreResult ─► AttachResult
+    Introduction ─► JobSurvey ─► Description ─► AttachPlan ─► RestoreResult ─► AttachResult
 
 A re-attach (`reft.client.attach.reattach`) takes most of these steps, with decisions of its own.
 """
@@ -43,7 +44,7 @@ from reft.client.attach.arguments import AttachContext
 from reft.client.attach.begin import begin
 from reft.client.attach.copy_choice import choose
 from reft.client.attach.introduce import Description, Introduction, compare, describe, introduce
-from reft.client.attach.inventory import take_inventory
+from reft.client.attach.inventory import take_first_inventory, take_inventory
 from reft.client.attach.local_state import RestoreMemory
 from reft.client.attach.plan import (
     AttachPlan,
@@ -87,11 +88,13 @@ def run_attach(context: AttachContext) -> AttachResult:
     with contextlib.closing(RestoreMemory()) as memory:
         ties = stages.candidates  # until the survey says what the base has
         introduction = introduce(context, stages.tracked(ties), memory)
-        description = describe(context, introduction)
+        survey, tables = take_first_inventory(context, introduction)
+        description = describe(context, introduction, tables)
         counts = group_counts(introduction.state.tracked)
         attempt = AttachTry()
         while True:
-            survey = take_inventory(context, introduction, attempt.erased, attempt.first_survey)
+            if attempt.number:
+                survey = take_inventory(context, introduction, attempt.erased, attempt.first_survey)
             survey = take_storage(context, introduction, survey, attempt)
             recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt)
             ties, before = agreed_ties(context, stages, survey, recovery), ties

@@ -22,7 +22,14 @@ from reft.errors import LayoutChanged
 def live_tensors(
     leaves: Sequence[Leaf], tracked: TrackedObjects, before: TensorIndex, buffer: HugePageBuffer | None = None
 ) -> Mapping[str, torch.Tensor]:
-    """Returns the live tensor of every leaf, by name; creates missing optimizer state.
+    """Returns the live tensor of every leaf, by name; see `live_index`."""
+    return live_index(leaves, tracked, before, buffer).tensors
+
+
+def live_index(
+    leaves: Sequence[Leaf], tracked: TrackedObjects, before: TensorIndex, buffer: HugePageBuffer | None = None
+) -> TensorIndex:
+    """Returns the index of the live tensors of every leaf; creates missing optimizer state.
 
     Args:
         leaves: the leaves of the snapshot.
@@ -44,7 +51,7 @@ def live_tensors(
             "start with the model of the snapshot; or use another name: REFT_JOB=NAME (torchrun: --rdzv-id=NAME); or delete "
             "the snapshots: reft-cli purge JOB --yes",
         )
-    return tensor_index.tensors
+    return tensor_index
 
 
 def _was_resized(leaf: Leaf, before: TensorIndex) -> bool:

@@ -1,9 +1,10 @@
 """One restore: all ranks run the same steps together, into the same shape or into another one.
 
-    open     the slots and capsules that this rank reads  ─► OpenReport ┐ damaged, or replicas that
+    open     this process is the rank's trainer;
+             the slots and capsules that this rank reads  ─► OpenReport ┐ damaged, or replicas that
                                                                         │ differ: counts as lost,
     match    which bytes go where; another shape asks the other ranks   │ and all ranks make a
-    make     live tensors for every leaf                                │
+    make     capsules to their holders; live tensors for every leaf     │
     load     bytes over the process group; lost shards are decoded      │
                                                           ─► LoadReport ┘
     finish   host state                                   ─► RestoreResult
@@ -26,7 +27,7 @@ import torch
 from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
 from reft.client.restore.executor import NO_RANK, LoadReport, TransferExecutor
-from reft.client.restore.materialize import live_tensors
+from reft.client.restore.materialize import live_index
 from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank
 from reft.client.restore.remote_slots import remote_read_s
 from reft.client.restore.replay import ReplayReport, replay_s, replay_sections
@@ -36,6 +37,7 @@ from reft.client.restore.slot_reader import AtChunk, SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
 from reft.client.restore.verify import PeerMessages, chunk_verifier
+from reft.client.state.tensors import TensorIndex
 from reft.console import say
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Leaf
@@ -62,6 +64,8 @@ class RestoreResult:
         lines: messages for the user about state that each old rank had of its own.
         is_mismatched: whether the old ranks are given up because replicas differ, without damage.
         reasons: why replays were refused.
+        tensor_index: where each tensor was found, after missing ones were made; None if nothing was
+            restored.
     """
 
     damaged: tuple[int, ...] = ()
@@ -69,6 +73,7 @@ class RestoreResult:
     lines: tuple[str, ...] = ()
     is_mismatched: bool = False
     reasons: tuple[str, ...] = ()
+    tensor_index: TensorIndex | None = None
 
 
 @dataclass(frozen=True)
@@ -136,14 +141,14 @@ class Restore:
         facts = {old: each for report in reports for old, each in report.facts.items()}
         return self.change.match(self.context, opened, facts, rank_group, SIZES)
 
-    def make(self, match: RestoreMatch) -> Mapping[str, torch.Tensor]:
-        """Returns the live tensor of every leaf, by name; creates missing ones.
+    def make(self, match: RestoreMatch) -> TensorIndex:
+        """Returns the index of the live tensors of every leaf; creates missing ones.
 
         Raises:
             LayoutChanged: the leaves are not those of the model and optimizer.
         """
         context = self.context
-        return live_tensors(match.leaves, context.tracked, context.tensor_index, context.buffer)
+        return live_index(match.leaves, context.tracked, context.tensor_index, context.buffer)
 
     def load(
         self,
@@ -207,10 +212,15 @@ class Restore:
                 damaged.add(number)
         return slots, damaged
 
-    def finish(self, match: RestoreMatch) -> RestoreResult:
-        """Restores host state; all leaves are loaded."""
+    def finish(self, match: RestoreMatch, made: TensorIndex) -> RestoreResult:
+        """Restores host state; all leaves are loaded.
+
+        Args:
+            match: has the host state.
+            made: what `make` returned.
+        """
         self.context.host.restore(match.tree, match.lists)
-        return RestoreResult(tree=match.tree, lines=match.lines)
+        return RestoreResult(tree=match.tree, lines=match.lines, tensor_index=made)
 
 
 def slot_bytes(placement: Placement, number: int) -> int:
@@ -241,21 +251,41 @@ def inline_leaves(match: RestoreMatch) -> dict[int, Bytes]:
 
 
 def run_restore(
-    restore: Restore, rank_group: RankGroup, transport: Callable[[], Transport | None], at_chunk: AtChunk
+    restore: Restore,
+    rank_group: RankGroup,
+    transport: Callable[[], Transport | None],
+    at_chunk: AtChunk,
+    register: Callable[[], object],
+    secure: Callable[[], object],
 ) -> RestoreResult:
     """Runs all steps; all ranks call it together.
+
+    An error in `register` or `secure` is raised on all ranks. Each is done within the exchange of a
+    step, since an exchange of its own would make all ranks wait once more.
 
     Args:
         restore: this rank's steps.
         rank_group: all ranks of the job.
         transport: creates the transport between ranks, on all ranks together.
         at_chunk: called before each chunk is read, from several threads.
+        register: registers this rank, which only then may open slots.
+        secure: brings the capsules of a version that is not damaged to their holders.
 
     Raises:
+        ReftError: see `register` and `secure`.
         LayoutChanged: the state does not fit; names the leaves.
         RestoreError: bytes are not available, or decoded bytes differ from the saved ones.
     """
-    opened, opens = share(rank_group, restore.open, OpenReport)
+
+    def begin() -> tuple[dict[int, OldRank], OpenReport]:
+        register()
+        return restore.open()
+
+    def make() -> TensorIndex:
+        secure()
+        return restore.make(match)
+
+    opened, opens = share(rank_group, begin, OpenReport)
     if damaged := damaged_at_open(opens):
         return RestoreResult(damaged, is_mismatched=not any(report.damaged for report in opens))
     replayed: Mapping[int, SlotMap] = {}
@@ -264,11 +294,11 @@ def run_restore(
         if refused := {number: why for report in reports for number, why in report.refused.items()}:
             return RestoreResult(tuple(sorted(refused)), reasons=tuple(why for _, why in sorted(refused.items())))
     match = restore.match(opened, opens, rank_group)
-    tensors = together(rank_group, lambda: restore.make(match))
+    made = together(rank_group, make)
     for is_last in (False, True):
         loads = gather(
             rank_group,
-            lambda: restore.load(match, tensors, transport(), at_chunk, replayed),
+            lambda: restore.load(match, made.tensors, transport(), at_chunk, replayed),
             LoadReport,
             restore.remote_read_s,
         )
@@ -279,7 +309,7 @@ def run_restore(
             break
         if rank_group.rank == 0:
             say(f"{min(faults)}. All ranks load again.")
-    return restore.finish(match)
+    return restore.finish(match, made)
 
 
 def damaged_at_open(reports: Sequence[OpenReport]) -> tuple[int, ...]:

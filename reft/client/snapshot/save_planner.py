@@ -42,6 +42,8 @@ class SavePlanner:
         tiling: the sizes of parity columns that suit the engine.
         predicted: the leaves that attach predicts. Their plan is made here, before the first mark.
         built: what a restarted script builds; None if that is not known.
+        bound: the tensor index that attach has made last. The first plan uses it if it is current,
+            by the same test as at each mark.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class SavePlanner:
         tiling: ParityTiling,
         predicted: Sequence[Leaf] | None = None,
         built: StructureFacts | None = None,
+        bound: TensorIndex | None = None,
     ) -> None:
         self.built = built
+        self._bound = bound
         self.tracked = tracked
         self._placement = placement
         self._rank = rank
@@ -73,7 +77,8 @@ class SavePlanner:
             if versions is not None:
                 return self._current._replace(versions=versions)
         previous = self._current.save_plan if self._current else self._predicted
-        tensor_index = self.tracked.bind()
+        bound, self._bound = self._bound, None
+        tensor_index = bound if bound is not None and bound.is_current() else self.tracked.bind()
         leaves = tensor_index.leaves()
         reused = previous.with_tensors(leaves, tensor_index.tensors) if previous else None
         save_plan = reused or plan_save(self._placement, self._rank, leaves, tensor_index.tensors, self._tiling)

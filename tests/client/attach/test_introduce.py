@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from reft.client.attach import introduce as module
 from reft.client.attach.introduce import (
     AGENTS_KEY,
     RestoreMemory,
@@ -15,8 +16,11 @@ from reft.client.attach.introduce import (
     leader_of,
     make_secrets,
     rank_info,
+    short_table,
+    symbolic_table,
 )
 from reft.client.attach.rank_table import LayoutFacts
+from reft.client.link.rank_group import RankGroup
 from reft.config import Config, Launch
 from reft.errors import AttachError, ConfigError, DaemonUnavailable
 from reft.wire.job_key import JobKey
@@ -118,6 +122,27 @@ def test_a_rank_alone_has_no_mismatched_leaves():
     described = describe(context(), introduced)
     assert described.manifest == description(introduced).manifest
     assert compare(context(), introduced, described) == []
+
+
+class CountsExchanges(RankGroup):
+    """The group of one rank; counts the exchanges."""
+
+    count = 0
+
+    def gather_or_raise(self, *arguments, **keywords):
+        self.count += 1
+        return super().gather_or_raise(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_tables_that_came_with_the_inventory_are_not_exchanged_again(monkeypatch, fits):
+    """A longer table would exceed the most that a rank may send at once."""
+    introduced, rank_group = introduction("a"), CountsExchanges(1.0)
+    monkeypatch.setattr(module, "SHORT_TABLE", len(symbolic_table(introduced)) - (not fits))
+    came = [short_table(introduced)]
+    described = describe(replace(context(), rank_group=rank_group), introduced, came)
+    assert described.manifest == description(introduced).manifest
+    assert (rank_group.count, came != [b""]) == (0 if fits else 1, fits)
 
 
 def test_memory_is_made_for_missing_leaves_and_freed():

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from reft.client.attach import inventory
+from reft.client.attach.introduce import short_table, symbolic_table
+from reft.client.link.exchange import to_json
 from reft.wire import inventory as wire_inventory
 from reft.wire import manifest as manifests
 from reft.wire.inventory import JobSurvey
@@ -143,6 +145,25 @@ def test_a_rank_alone_takes_the_inventory_of_its_daemon():
     found = inventory.take_inventory(attaches.context(), introduced)
     assert dict(found.replies) == {"a": reply} and found.before is None
     assert [method for method, _ in daemon.requests] == ["Inventory"], "no daemon is absent"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_inventory_brings_the_table_of_each_rank_that_describes_one(rank):
+    """Ranks with equal tables publish one. One rank a node asks the daemon."""
+    reply = pb.InventoryReply(node_id="a", node="name-a")
+    daemon = FakeDaemon(Inventory=reply)
+    introduced = replace(attaches.introduction("aa", rank=rank), daemon=daemon)
+    sent = []
+
+    def gather_or_raise(act, **_):
+        sent.append(act())
+        first = inventory.InventoryMessage(reply.SerializeToString(), short_table(attaches.introduction("aa")))
+        return [to_json(first), to_json(inventory.InventoryMessage())]
+
+    rank_group = SimpleNamespace(rank=rank, gather_or_raise=gather_or_raise)
+    found, tables = inventory.take_first_inventory(replace(attaches.context(), rank_group=rank_group), introduced)
+    assert dict(found.replies) == {"a": reply} and tables == [symbolic_table(attaches.introduction("aa")), b""]
+    assert len(sent) == 1 and bool(sent[0]["reply"]) is bool(sent[0]["table"]) is bool(daemon.requests) is (rank == 0)
 
 
 def test_absent_nodes_of_the_old_manifest_are_surveyed_by_a_daemon_that_knows_the_job():

@@ -66,15 +66,15 @@ def registered(leases: FakeLeases, rank: int = 0, rank_group: Any = None):
 def test_a_registration_stays_after_a_success():
     leases = FakeLeases()
     with registered(leases):
-        assert leases.acts == ["Decide", "register"]
-    assert leases.acts == ["Decide", "register"]
+        assert leases.acts == ["Decide"]
+    assert leases.acts == ["Decide"]
 
 
 def test_an_error_undoes_the_decision_and_is_raised():
     leases = FakeLeases(fails="refuse")
     with pytest.raises(ReftError, match="load failed"), registered(leases):
         raise ReftError("load failed.")
-    assert leases.acts == ["Decide", "register", "refuse"]
+    assert leases.acts == ["Decide", "refuse"]
 
 
 def test_an_error_of_another_rank_undoes_the_decision():
@@ -85,20 +85,27 @@ def test_an_error_of_another_rank_undoes_the_decision():
     assert leases.acts == ["refuse"]
 
 
-@pytest.mark.parametrize("fails", ["Decide", "register"])
-def test_a_rank_whose_decision_or_registration_is_refused_undoes_the_decision_too(fails):
+def test_a_rank_whose_decision_is_refused_undoes_the_decision_too():
     """It may be the only rank of its node; a daemon that did not answer may have the decision."""
-    leases = FakeLeases(fails=fails)
+    leases = FakeLeases(fails="Decide")
     with pytest.raises(AlreadyAttached), registered(leases):
         raise AssertionError("no rank goes on")
-    assert leases.acts[-2:] == [fails, "refuse"]
+    assert leases.acts == ["Decide", "refuse"]
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_rank_whose_registration_is_refused_undoes_the_decision_and_opens_no_slot(is_fresh):
+    leases, plan = FakeLeases(fails="register"), begun("aa") if is_fresh else planned("aa")
+    with pytest.raises(AlreadyAttached), registered(leases):
+        restore(context(), introduction("aa"), plan, leases, HugePageBuffer(0))  # type: ignore[arg-type]
+    assert leases.acts == ["Decide", "register", "refuse"]
 
 
 def test_after_damage_the_registration_ends_once(capsys):
     leases, plan = FakeLeases(), planned("ab")
     with registered(leases):
         give_up(context(), plan, leases, RestoreResult((1,)))
-    assert leases.acts == ["Decide", "register", "refuse"]
+    assert leases.acts == ["Decide", "refuse"]
     assert f"{plan.base} of rank 1 is damaged" in capsys.readouterr().err
 
 
@@ -125,8 +132,10 @@ def test_the_shape_chooses_the_steps_of_the_restore():
     assert same.context.placement is plan.survey.placements[epoch], "the one that the base was written with"
 
 
-def test_a_fresh_start_restores_nothing():
-    assert restore(context(), introduction(), begun(), FakeLeases(), HugePageBuffer(0)) == RestoreResult()
+def test_a_fresh_start_registers_the_rank_and_restores_nothing():
+    leases = FakeLeases()
+    assert restore(context(), introduction(), begun(), leases, HugePageBuffer(0)) == RestoreResult()  # type: ignore[arg-type]
+    assert leases.acts == ["register"]
 
 
 @pytest.mark.parametrize(("kind", "destroyed"), [("nccl", ["nccl 0", "nccl 1"]), ("gloo", [])])
@@ -138,7 +147,7 @@ def test_a_group_that_was_made_for_a_load_is_destroyed_after_the_restore(monkeyp
         made.append(f"{backend} {len(made)}")
         return made[-1]
 
-    def run_restore(steps, rank_group, transport, at_chunk) -> RestoreResult:
+    def run_restore(steps, rank_group, transport, at_chunk, register, secure) -> RestoreResult:
         assert transport() is not transport() and not acts
         return RestoreResult(tree={})
 
@@ -157,20 +166,23 @@ def test_a_group_that_was_made_for_a_load_is_destroyed_after_the_restore(monkeyp
     ("nodes", "rank", "is_fresh", "called"),
     [("aab", 0, False, ["Secure"]), ("aab", 1, False, []), ("aab", 0, True, []), ("aa", 0, False, [])],
 )
-def test_one_rank_a_node_secures_the_capsules_of_the_base_if_another_node_can_hold_them(nodes, rank, is_fresh, called):
+def test_one_rank_a_node_secures_the_capsules_of_the_base_if_another_node_can_hold_them(
+    monkeypatch, nodes, rank, is_fresh, called
+):
+    """A restore does so, and a lease no more: a lease lets the daemon free older versions."""
     calls = []
-    daemon = SimpleNamespace(call=lambda method, request: calls.append((method, request)))
+
+    def run_restore(steps, rank_group, transport, at_chunk, register, secure) -> RestoreResult:
+        register()
+        secure()
+        return RestoreResult(tree={})
+
+    monkeypatch.setattr(module, "run_restore", run_restore)
+    daemon = SimpleNamespace(call=lambda method, request: calls.append((method, request)), address="unix:/s")
     introduced, leases = replace(introduction(nodes, rank=rank), daemon=daemon), FakeLeases()
     plan = begun(nodes) if is_fresh else planned(nodes)
-    assert lease(context(rank=rank), introduced, plan, leases) == ["slot"]
-    assert [method for method, _ in calls] == called
+    restore(context(rank=rank), introduced, plan, leases, HugePageBuffer(0))  # type: ignore[arg-type]
+    assert leases.acts == ["register"] and [method for method, _ in calls] == called
     assert all(request.epoch.counter == 2 for _, request in calls)
-    assert leases.acts == [(plan.placement.rank_placement(rank).data_bytes, len(introduced.state.table))]
-
-
-def test_no_rank_leases_before_the_capsules_of_the_base_are_secured_everywhere():
-    """A lease lets the daemon free older versions. The base may need the capsules that are sent."""
-    leases = FakeLeases()
-    with pytest.raises(AttachError, match="rank 1"):
-        lease(replace(context(rank=1), rank_group=OtherFails()), introduction("aab", rank=1), planned("aab"), leases)
-    assert leases.acts == []
+    assert lease(context(rank=rank), introduced, plan, leases) == ["slot"] and len(calls) == len(called)
+    assert leases.acts[1:] == [(plan.placement.rank_placement(rank).data_bytes, len(introduced.state.table))]

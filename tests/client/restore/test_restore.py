@@ -20,7 +20,7 @@ from reft.client.restore.restore import RestoreResult, damaged_at_load, damaged_
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
-from reft.errors import LayoutChanged, RestoreError
+from reft.errors import AttachError, LayoutChanged, RestoreError
 
 SAME, OTHER = ((8, 0, 1), (7, 0, 5)), ((8, 0, 2),)
 SOUND, LOADED = OpenReport(), LoadReport()
@@ -99,10 +99,10 @@ class Steps:
         self._step("match")
         return "matched"
 
-    def make(self, matched: str) -> dict[str, Any]:
+    def make(self, matched: str) -> SimpleNamespace:
         assert matched == "matched"
         self._step("make")
-        return {"w": "tensor"}
+        return SimpleNamespace(tensors={"w": "tensor"})
 
     def load(self, matched: str, tensors: Any, transport: Any, at_chunk: Any, replayed: Any) -> LoadReport:
         assert replayed == ({5: "slot"} if "replay" in self.steps else {})
@@ -110,37 +110,72 @@ class Steps:
         self._step("load")
         return self.loads.pop(0)
 
-    def finish(self, matched: str) -> RestoreResult:
-        assert matched == "matched"
+    def finish(self, matched: str, made: Any) -> RestoreResult:
+        assert (matched, made.tensors) == ("matched", {"w": "tensor"})
         self._step("finish")
         return RestoreResult(tree={"step": 8}, lines=("line",))
 
 
-def result_of(steps: Steps) -> RestoreResult:
-    return run_restore(steps, RankGroup(1.0), lambda: "transport", print)  # type: ignore[arg-type, return-value]
+def result_of(steps: Steps, rank_group: Any = None) -> RestoreResult:
+    return run_restore(
+        steps, rank_group or RankGroup(1.0), lambda: "transport", print,  # type: ignore[arg-type, return-value]
+        register=lambda: steps._step("register"), secure=lambda: steps._step("secure"),
+    )  # fmt: skip
 
 
 def test_the_steps_follow_each_other():
     steps = Steps(OpenReport((), {0: SAME}))
     assert result_of(steps) == RestoreResult((), {"step": 8}, ("line",))
-    assert steps.steps == ["open", "match", "make", "load", "finish"]
+    assert steps.steps == ["register", "open", "match", "secure", "make", "load", "finish"]
 
 
-def test_nothing_is_made_if_a_slot_is_damaged_at_open():
+def test_nothing_is_secured_or_made_if_a_slot_is_damaged_at_open():
     steps = Steps(opens=OpenReport((4,)))
-    assert result_of(steps) == RestoreResult((4,)) and steps.steps == ["open"]
+    assert result_of(steps) == RestoreResult((4,)) and steps.steps == ["register", "open"]
+
+
+class FailsIn(RankGroup):
+    """A rank group in which another rank fails in the exchange of this number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(1.0)
+        self.left = number
+
+    def gather_or_raise(self, act: Any, *arguments: Any, **keywords: Any) -> Any:
+        self.left -= 1
+        gathered = super().gather_or_raise(act, *arguments, **keywords)
+        if not self.left:
+            raise AttachError("rank 1 could not attach: it failed.")
+        return gathered
+
+
+@pytest.mark.parametrize(("number", "last"), [(1, "open"), (2, "make")])
+def test_no_rank_goes_on_before_all_are_registered_and_all_capsules_are_secured(number, last):
+    """The exchange of `open` tells that all are registered; that of `make` that all are secured."""
+    steps = Steps()
+    with pytest.raises(AttachError, match="rank 1"):
+        result_of(steps, FailsIn(number))
+    assert steps.steps[-1] == last and "load" not in steps.steps
+
+
+@pytest.mark.parametrize(("fails", "missing"), [("register", "open"), ("secure", "make")])
+def test_a_rank_that_is_refused_does_no_more(fails, missing):
+    steps = Steps(fails=fails)
+    with pytest.raises(LayoutChanged, match=fails):
+        result_of(steps)
+    assert steps.steps[-1] == fails and missing not in steps.steps
 
 
 def test_replays_come_before_the_load():
     steps = Steps(replays=ReplayReport())
     assert result_of(steps).tree == {"step": 8}
-    assert steps.steps == ["open", "replay", "match", "make", "load", "finish"]
+    assert steps.steps == ["register", "open", "replay", "match", "secure", "make", "load", "finish"]
 
 
 def test_nothing_is_made_if_a_replay_is_refused():
     steps = Steps(replays=ReplayReport({5: "rank 1 differs.", 4: "a gap."}))
     assert result_of(steps) == RestoreResult((4, 5), reasons=("a gap.", "rank 1 differs."))
-    assert steps.steps == ["open", "replay"]
+    assert steps.steps == ["register", "open", "replay"]
 
 
 def test_nothing_is_finished_if_a_slot_is_damaged_at_load():
@@ -156,14 +191,14 @@ DECODE_FAULT = LoadReport((), {"chunk 5 of rank 1 differs": NO_RANK})
 def test_faults_that_do_not_come_back_cost_one_more_load(first, capsys):
     steps = Steps(SOUND, first, LOADED)
     assert result_of(steps) == RestoreResult((), {"step": 8}, ("line",))
-    assert steps.steps == ["open", "match", "make", "load", "load", "finish"]
+    assert steps.steps == ["register", "open", "match", "secure", "make", "load", "load", "finish"]
     assert f"{min(first.faults)}. All ranks load again." in capsys.readouterr().err
 
 
 def test_a_source_that_is_faulty_twice_counts_as_damaged():
     steps = Steps(SOUND, FAULT, FAULT)
     assert result_of(steps) == RestoreResult((3,))
-    assert steps.steps == ["open", "match", "make", "load", "load"]
+    assert steps.steps == ["register", "open", "match", "secure", "make", "load", "load"]
 
 
 def test_bytes_that_are_decoded_wrongly_twice_are_an_error():

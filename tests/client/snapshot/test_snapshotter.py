@@ -210,6 +210,20 @@ def test_a_predicted_save_plan_is_used(rank):
     assert planner.bytes_per_snapshot() == plan.written_bytes + sum(plan.leaves[i].nbytes for i in plan.inline_leaves)
 
 
+@pytest.mark.parametrize("is_current", [True, False])
+def test_the_index_that_a_restore_has_bound_serves_the_first_plan_while_it_is_current(rank, is_current):
+    """The first step may make tensors that the restore did not know."""
+    if is_current:
+        rank.step()
+    bound = rank.tracked.bind()
+    planner = SavePlanner(rank.tracked, rank.placement, 0, rank.copy_engine.parity_tiling, rank.leaves, bound=bound)
+    rank.step()
+    plan = planner.current()
+    assert (plan.tensor_index is bound) is is_current
+    assert {*plan.tensor_index.tensors} == {leaf.name for leaf in rank.leaves}
+    assert list(plan.versions) == list(rank.tracked.bind().versions())
+
+
 def test_without_a_free_slot_at_the_fence_the_snapshot_is_void_at_once(rank):
     rank.step()
     assert [rank.take(step)[0] for step in (1, 2, 3)] == [StepAnswer.SEALED] * 3
