@@ -198,9 +198,9 @@ def secure(context: AttachContext, introduction: Introduction, plan: AttachPlan)
 
 
 def send_capsules(introduction: Introduction, plan: AttachPlan) -> None:
-    """Has this node's daemon send the base's capsules to their holders, if this rank speaks for it.
+    """Has this node's daemon send the base's capsules to their holders.
 
-    On all nodes before the first lease: the daemons free older versions then. On a single node
+    Only the rank that speaks for the node asks for it. On all nodes before the first lease: the daemons free older versions then. On a single node
     there is no holder.
 
     Raises:
