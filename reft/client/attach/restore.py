@@ -198,10 +198,10 @@ def secure(context: AttachContext, introduction: Introduction, plan: AttachPlan)
 
 
 def send_capsules(introduction: Introduction, plan: AttachPlan) -> None:
-    """Has this node's daemon send the base's capsules to their holders, if this rank speaks for it.
+    """Has this node's daemon send the base's capsules to their holders.
 
-    On all nodes before the first lease: the daemons free older versions then. On a single node
-    there is no holder.
+    Only the rank that speaks for the node asks for it. It must be done on all nodes before the
+    first lease: the daemons free older versions then. On a single node there is no holder.
 
     Raises:
         ReftError: a holder does not keep the capsules.
