@@ -10,7 +10,7 @@ from torch import nn
 
 from reft.client.attach.arguments import AttachArguments
 from reft.client.memory.huge_pages import HugePageBuffer
-from reft.client.restore.materialize import live_tensors
+from reft.client.restore.materialize import live_index
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.host_state import HostState
 from reft.client.state.parameters import NamedParameter
@@ -204,7 +204,7 @@ def test_rollback_removes_the_state_that_was_made_for_a_version():
     fresh, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
     window, tracked = model.window, TrackedObjects({"model.0": model}, [fresh], {"scaler": scaler})
     before = tracked.bind()
-    assert len(live_tensors(saved_leaves, tracked, before)) == len(saved_leaves) and not before.is_current()
+    assert len(live_index(saved_leaves, tracked, before).tensors) == len(saved_leaves) and not before.is_current()
     tracked.bind().rollback_to(before)
     assert before.is_current() and fresh.state_dict() == torch.optim.AdamW(model.parameters()).state_dict()
     assert model.later is None and model.window is window and scaler._scale is None

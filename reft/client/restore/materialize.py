@@ -8,7 +8,7 @@ as live state, so training would write into the slot. It also casts the moments 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,13 +17,6 @@ from reft.client.state.tensors import TensorIndex, device_of
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf, align, differences
 from reft.errors import LayoutChanged
-
-
-def live_tensors(
-    leaves: Sequence[Leaf], tracked: TrackedObjects, before: TensorIndex, buffer: HugePageBuffer | None = None
-) -> Mapping[str, torch.Tensor]:
-    """Returns the live tensor of every leaf, by name; see `live_index`."""
-    return live_index(leaves, tracked, before, buffer).tensors
 
 
 def live_index(

@@ -13,7 +13,7 @@ from reft.client.attach import local_state
 from reft.client.memory import prefault as pages_module
 from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.memory.prefault import BLOCK_BYTES
-from reft.client.restore.materialize import live_tensors, missing_state_buffer
+from reft.client.restore.materialize import live_index, missing_state_buffer
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf
 from tests.scenarios.test_state_kinds import state_bytes, step_once, train
@@ -102,7 +102,7 @@ def test_no_thread_writes_zeros_into_memory_that_was_handed_out(monkeypatch, fai
     if fails_in:
         monkeypatch.setattr(TrackedObjects, fails_in, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails_in else contextlib.nullcontext():
-        live_tensors(leaves, tracked, before, buffer)
+        live_index(leaves, tracked, before, buffer)
     assert ended.is_set()
     handed_out.set()
 
@@ -115,11 +115,11 @@ def test_tensors_are_indexed_again_only_if_they_moved(monkeypatch):
     leaves = before.leaves()
     state = optimizer.state[model[1].weight]
     state["exp_avg"] = state["exp_avg"].clone()
-    live = {id(tensor) for tensor in live_tensors(leaves, tracked, before).values()}
+    live = {id(tensor) for tensor in live_index(leaves, tracked, before).tensors.values()}
     assert id(state["exp_avg"]) in live, "the tensor that the optimizer has now, not the first one"
     before = tracked.bind()
     monkeypatch.setattr(TrackedObjects, "bind", lambda *_: 1 / 0)
-    assert live_tensors(leaves, tracked, before) is before.tensors
+    assert live_index(leaves, tracked, before) is before
 
 
 def test_close_waits_for_the_threads_that_make_pages(monkeypatch):

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reft.client.memory.huge_pages import HugePageBuffer
-from reft.client.restore.materialize import live_tensors
+from reft.client.restore.materialize import live_index
 from reft.client.state.extract.dtensor import Region, is_strided, local_piece, region_of
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.parameters import NamedParameter
@@ -175,7 +175,7 @@ def test_state_is_predicted_and_created_as_in_the_first_step(rank_zero_of_four, 
     assert described(predicted) == described(saved)
     other, another = build()
     fresh = TrackedObjects({"model.0": other}, [another], {})
-    tensors = live_tensors(saved, fresh, fresh.bind())
+    tensors = live_index(saved, fresh, fresh.bind()).tensors
     assert kinds(another) == kinds(optimizer)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {leaf.name: leaf.shape for leaf in saved}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reft.client.restore.materialize import live_tensors
+from reft.client.restore.materialize import live_index
 from reft.client.state.extract.dtensor import Region
 from reft.client.state.extract.foreseen import can_foresee
 from reft.client.state.extract.state_forms import DTensorWrapper, EntryWrapper, StateForm, SubclassWrapper, assemble
@@ -97,7 +97,7 @@ def test_rollback_removes_containers_and_subclasses_that_a_restore_has_made(kind
     fresh = kind(model.parameters())
     tracked = TrackedObjects({"model.0": model}, [fresh], {})
     before = tracked.bind()
-    live_tensors(saved_leaves, tracked, before)
+    live_index(saved_leaves, tracked, before)
     assert fresh.state
     tracked.bind().rollback_to(before)
     assert before.is_current() and not fresh.state
