@@ -108,20 +108,23 @@ def test_a_closed_timeline_server_frees_its_name():
 def test_a_forked_child_does_not_keep_the_name():
     """A loader's workers may outlive a session; the next session of the process needs the name."""
     reader, writer = os.pipe()
+    started, say_started = os.pipe()
     server = timeline_socket.TimelineServer(lambda: {"x": 1})
     if not (child := os.fork()):
         os.close(writer)
+        os.write(say_started, b".")  # Python's calls after a fork ran
         os.read(reader, 1)  # until the parent closes its end
         os._exit(0)
     try:
         assert timeline_socket.fetch(os.getpid()) == {"x": 1}
+        assert os.read(started, 1) == b"."
         server.close()
         server = timeline_socket.TimelineServer(lambda: {"x": 2})
         assert timeline_socket.fetch(os.getpid()) == {"x": 2}
         server.close()
     finally:
-        os.close(writer)
-        os.close(reader)
+        for descriptor in (writer, reader, started, say_started):
+            os.close(descriptor)
         os.waitpid(child, 0)
 
 
