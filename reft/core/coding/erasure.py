@@ -315,7 +315,7 @@ def make_program(code: ErasureCode, read: Collection[int], made: Collection[int]
     return _program(code, lost, parities, tuple(sorted(wanted)))
 
 
-@functools.lru_cache(maxsize=PROGRAMS_MAX)  # the only cache of programs: callers keep none
+@functools.lru_cache(maxsize=PROGRAMS_MAX)  # the only cache of a code's programs: callers keep none
 def _program(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...], made: tuple[int, ...]) -> XorProgram:
     """Returns the program for sorted, valid arguments, by solving linear equations over GF(2).
 
