@@ -26,6 +26,7 @@ from reft_daemon.jobs.leases import Lease
 from reft_daemon.server import local_socket as served
 from reft_daemon.server.callers import OTHER_USER
 from reft_daemon.server.local_socket import WAITING_MAX, LocalSocket
+from tests.support.descriptors import await_closed, own_descriptors
 from tests.support.jobs import Code
 
 WHO = frame(pb.LocalRequest(who=True, protocol=PROTOCOL))
@@ -134,9 +135,9 @@ def run(tmp_path):
                 await turns(lambda: not place.server._newcomers and not following())
                 place.server.close()
 
-        before = len(os.listdir("/proc/self/fd"))
+        before = own_descriptors()
         asyncio.run(main())
-        assert len(os.listdir("/proc/self/fd")) <= before  # earlier tests may leave some that go meanwhile
+        await_closed(before)
 
     return running
 
