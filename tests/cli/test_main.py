@@ -240,16 +240,20 @@ def test_colours_follow_no_color_and_term(daemon, surroundings, colours):
     assert (code, BOLD in shown, b"WARN" in shown) == (0, colours, True)
 
 
-def press_ctrl_c(process: subprocess.Popen) -> None:
-    """Sends SIGINT until the process ends.
+def press_ctrl_c(process: subprocess.Popen) -> set[int]:
+    """Sends SIGINT until the process ends; returns the exit codes that are right.
 
-    CPython misses a signal that arrives after its check for signals and before its read.
+    CPython misses a signal that arrives after its check for signals and before its read. On a busy
+    machine the first one may just be slow; then the second one may end Python in its clean-up.
     """
+    right = {130}
     for _ in range(6):
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
-            return
+            process.wait(timeout=10)
+            break
+        right.add(-signal.SIGINT)
+    return right
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1), ("", 1), (None, 130)])
@@ -261,14 +265,15 @@ def test_purge_asks_and_ctrl_c_exits_with_130(daemon, answer, code):
     asking = subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     question = b"Free the memory of job empty on "
     assert asking.stdout.read(len(question)) == question
+    right = {code}
     if answer is None:
-        press_ctrl_c(asking)
+        right = press_ctrl_c(asking)
     else:
         os.write(person, f"{answer}\n".encode())
     asking.communicate(timeout=60)
     os.close(person)
     os.close(terminal)
-    assert asking.returncode == code
+    assert asking.returncode in right
     assert invoke("status", "--job", "empty", daemon=daemon.address).exit_code == (0 if code else 11)
 
 

@@ -18,6 +18,7 @@ from tests.e2e.test_recomputed_copies import WORLD, finish, start
 from tests.e2e.test_traffic import BEAT_FRAMES, sent_by
 from tests.support.daemons import DaemonProcess, until
 from tests.support.limits import own_network
+from tests.support.processes import children_with
 from tests.support.recomputed_copies import WIDTH as WIDTH_OF_ZERO
 from tests.support.trainers import Spec, Trainers
 
@@ -54,8 +55,7 @@ def turns_of(daemons: Sequence[DaemonProcess]) -> int:
 
 
 def movers(daemon: DaemonProcess) -> list[psutil.Process]:
-    children = psutil.Process(daemon.process.pid).children()
-    return [child for child in children if "reft_daemon.mover" in child.cmdline()]
+    return children_with(daemon.process.pid, "reft_daemon.mover")
 
 
 def test_a_turn_sends_the_bytes_of_the_formula(network):

@@ -79,9 +79,10 @@ def test_slots_are_memfds_in_dockers_64_mib_of_shm(undisturbed):
 
 def memory_cgroup() -> tuple[Path, str]:
     """Returns a new memory cgroup, and the name of the file with its limit."""
+    name = f"reft-test-{os.getpid()}"  # other test runs have theirs
     if (CGROUPS / "memory/memory.limit_in_bytes").exists():
-        return CGROUPS / "memory/reft-test", "memory.limit_in_bytes"
-    return CGROUPS / "reft-test", "memory.max"
+        return CGROUPS / "memory" / name, "memory.limit_in_bytes"
+    return CGROUPS / name, "memory.max"
 
 
 @needs_root

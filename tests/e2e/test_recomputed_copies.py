@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from reft.cli.demo.cluster import free_port
@@ -17,6 +16,7 @@ from reft.core.commit.gradient_records import record_slots
 from reft.core.commit.replay_trials import JUDGED_TURNS
 from tests.support import trainers
 from tests.support.daemons import DaemonProcess, Site, until, vanish
+from tests.support.processes import children_with
 from tests.support.recomputed_copies import CASES, DEADLINE_S, DRIFTING, MARKS, work
 
 WORLD = 2
@@ -84,8 +84,7 @@ def test_a_killed_replayer_and_a_restarted_daemon_cost_bytes_at_most(site: Site,
     ranks = start(nodes, tmp_path / "run", ["adam-l2"], "job", 3)
     paused = [tmp_path / "run" / f"{rank}.paused" for rank in range(WORLD)]
     until(lambda: all(path.exists() for path in paused), 200, "step 3 is protected")
-    children = psutil.Process(nodes[0].process.pid).children()
-    (replayer,) = [child for child in children if "reft_replayer" in child.cmdline()]
+    (replayer,) = children_with(nodes[0].process.pid, "reft_replayer")
     replayer.kill()
     nodes[1].kill()
     nodes[1].start()

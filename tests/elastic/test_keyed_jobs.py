@@ -21,6 +21,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import DaemonProcess, until
 from tests.support.elastic_train import alone
 from tests.support.jobs import Code, tcp_call
+from tests.support.processes import children_with
 from tests.support.rendezvous import Agent, Agents
 
 KEY = "the key of this job, which nobody else may see"
@@ -69,8 +70,8 @@ class KeyedJob:
         until(is_whole, 120, f"whole({step})")
 
     def workers(self) -> set[int]:
-        pids = {child.pid for agent in self.agents.agents[:2] for child in psutil.Process(agent.pid).children()}
-        return {pid for pid in pids if "tests.support.elastic_train" in psutil.Process(pid).cmdline()}
+        found = [children_with(agent.pid, "tests.support.elastic_train") for agent in self.agents.agents[:2]]
+        return {child.pid for each in found for child in each}
 
     def entry(self) -> bytes:
         return self.store.get(STATE)

@@ -95,7 +95,7 @@ def test_only_the_server_ends_first_when_memory_is_short(tmp_path, start, server
     assert start(True, str(script), str(out)).wait(60) == 0
     own = oom_score()
     assert int(out.read_text()) == own
-    (helper,) = [each for each in psutil.Process().children() if "fork_server" in " ".join(each.cmdline())]
+    helper = server.process
     assert int(Path(f"/proc/{helper.pid}/oom_score_adj").read_text()) == max(own, fork_server.SERVER_OOM_SCORE)
 
 

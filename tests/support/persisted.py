@@ -18,6 +18,7 @@ from reft_daemon.persist.slot_copy import read_head
 from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import CHUNK, Job, data_of, epoch_of, write
+from tests.support.processes import children_with
 from tests.support.trainer_forks import Trainer
 
 LINEAGE = "0123456789abcdef"
@@ -122,8 +123,7 @@ def persister_of(daemon: DaemonProcess) -> psutil.Process:
 
 
 def persisters(daemon: DaemonProcess) -> list[psutil.Process]:
-    children = psutil.Process(daemon.process.pid).children()
-    return [child for child in children if "reft_daemon.persist" in child.cmdline()]
+    return children_with(daemon.process.pid, "reft_daemon.persist")
 
 
 def _ended(reply: pb.PersistJobReply) -> pb.PersistJobReply | None:

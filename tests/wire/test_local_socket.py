@@ -21,6 +21,7 @@ from reft.wire.local_socket import MESSAGE_MAX, FrameReader, ReportConnection, f
 from reft.wire.messages import OLDEST, PROTOCOL
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.descriptors import await_closed, own_descriptors
 
 REPORTS = [
     pb.ReportRequest(job="job", rank=1),
@@ -182,10 +183,6 @@ def answering(reply: bytes | pb.LocalReply, descriptors: tuple[int, ...] = ()) -
     return answer
 
 
-def descriptors_open() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_descriptors_arrive_even_if_the_reply_comes_in_pieces(tmp_path):
     memfd = os.memfd_create("test")
     os.write(memfd, b"hello")
@@ -231,11 +228,11 @@ BAD_REPLIES = [
     ],
 )
 def test_an_answer_that_does_not_fit_is_an_error_and_leaks_nothing(tmp_path, reply, count, why):
-    before = descriptors_open()
+    before = own_descriptors()
     with served(tmp_path, answering(reply, (0,) * count)) as path:
         with pytest.raises(AttachError, match=why):
             local_socket.ask_slots(path, SLOTS, [], 5)
-    assert descriptors_open() == before
+    await_closed(before)
 
 
 def test_slots_that_are_given_back_are_acknowledged_or_refused(tmp_path):
@@ -257,11 +254,11 @@ def test_a_process_gets_its_identity(tmp_path):
     ("reply", "count", "why"), [*BAD_REPLIES, (pb.LocalReply(descriptors=1, **SPOKEN), 1, "did not say who")]
 )
 def test_an_introduction_without_a_caller_is_an_error_and_leaks_nothing(tmp_path, reply, count, why):
-    before = descriptors_open()
+    before = own_descriptors()
     with served(tmp_path, answering(reply, (0,) * count)) as path:
         with pytest.raises(AttachError, match=why):
             local_socket.introduce(path, 5)
-    assert descriptors_open() == before
+    await_closed(before)
 
 
 def test_a_missing_or_silent_daemon_is_an_error(tmp_path, listener):

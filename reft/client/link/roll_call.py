@@ -32,11 +32,14 @@ def absent_ranks(store: Store, exchange: int, rank: int, world: int, deadline_s:
 
     def call() -> None:
         nonlocal absent
-        store.set(f"reft/came/{exchange}/{rank}", "")
-        end, pause = time.monotonic() + deadline_s, threading.Event()
-        while absent and time.monotonic() < end:
-            absent = [each for each in absent if not store.check([f"reft/came/{exchange}/{each}"])]
-            pause.wait(0.05)
+        try:
+            store.set(f"reft/came/{exchange}/{rank}", "")
+            end, pause = time.monotonic() + deadline_s, threading.Event()
+            while absent and time.monotonic() < end:
+                absent = [each for each in absent if not store.check([f"reft/came/{exchange}/{each}"])]
+                pause.wait(0.05)
+        except RuntimeError:  # the store has ended with its rank, and others could not write any more
+            absent = []
 
     # The store may lie in the process of a rank that stands still: then a call takes half an hour.
     thread = threading.Thread(target=call, daemon=True)

@@ -38,6 +38,7 @@ from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
 from reft_daemon.server import socket_keeper
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.daemons import DaemonProcess
+from tests.support.descriptors import await_closed, own_descriptors
 from tests.support.jobs import Code, Job, decide_now, epoch_of, refused, registry_of
 from tests.support.trainer_forks import Trainer
 
@@ -67,7 +68,7 @@ def test_a_trainer_that_can_not_be_examined_does_not_count_as_dead(arena, monkey
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
         decide_now(job, decide_request(1))
-        before = len(os.listdir("/proc/self/fd"))
+        before = own_descriptors()
         request = lease_request(1)
         with monkeypatch.context() as patch:
             patch.setattr(*((os, call) if call == "pidfd_open" else (Path, call)), fail)
@@ -76,7 +77,7 @@ def test_a_trainer_that_can_not_be_examined_does_not_count_as_dead(arena, monkey
         assert not job.leases and not job.has_failed
         for slot in list(job.slots.current.values()):
             arena.free(job.slots.current.pop(slot.name))
-        assert len(os.listdir("/proc/self/fd")) == before
+        await_closed(before)
         await leasing.lease(job, request, caller_process(os.getpid()))
         assert job.is_live
 
@@ -85,12 +86,12 @@ def test_a_trainer_that_can_not_be_examined_does_not_count_as_dead(arena, monkey
 
 def test_a_failed_watch_keeps_no_descriptor(monkeypatch):
     async def run() -> None:
-        process, before = itself(), len(os.listdir("/proc/self/fd"))
+        process, before = itself(), own_descriptors()
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", fail)
             with pytest.raises(OSError, match="Too many"):
                 ProcessWatch(process, lambda: None)
-        assert len(os.listdir("/proc/self/fd")) == before
+        await_closed(before)
 
     asyncio.run(run())
 
@@ -213,13 +214,13 @@ def test_slots_leave_nothing_behind_if_no_thread_can_be_started(arena, monkeypat
             raise_no_thread(thread)
         start_thread(thread)
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = own_descriptors()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(AttachError, match=r"for slot rank-0.slot-1 can't be allocated: can't start new thread"):
             arena.create("job", 0, {"rank-0.slot-0": geometry, "rank-0.slot-1": geometry}, [])
     assert arena.held_bytes == 0 and not list((arena.folder / "job").iterdir())
-    assert len(os.listdir("/proc/self/fd")) == before
+    await_closed(before)
     assert len(arena.create("job", 0, {"rank-0.slot-0": geometry}, [])) == 1
 
 

@@ -29,6 +29,7 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import caller_process
 from tests.daemon.jobs.test_leases import decide_request, lease_request, release_request
 from tests.support.daemons import until
+from tests.support.descriptors import await_closed, own_descriptors
 from tests.support.jobs import CHUNK, Code, Job, decide_now, epoch_of, refused, write
 from tests.support.saying import report_of
 
@@ -167,27 +168,27 @@ def test_only_a_lack_of_memory_raises_no_room(arena, monkeypatch):
     def refuse(number: int) -> None:
         monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = own_descriptors()
     for number, kind in ((errno.EMFILE, AttachError), (errno.ENOSPC, NoRoom)):
         refuse(number)
         with pytest.raises(AttachError) as raised:
             arena.create("job", 0, {"rank-0.slot-0": Geometry(4096, 4096, 4096)}, [])
         assert type(raised.value) is kind
-    assert len(os.listdir("/proc/self/fd")) == before and arena.held_bytes == 0
+    assert arena.held_bytes == 0
+    await_closed(before)
 
 
 def test_a_file_that_is_cut_while_it_becomes_a_slot_leaves_nothing_behind(arena, monkeypatch):
     def cut(descriptor: int, *_: object) -> None:
         os.ftruncate(descriptor, 4096)
 
-    gc.collect()  # descriptors that other tests have left
-    before = len(os.listdir("/proc/self/fd"))
+    before = own_descriptors()
     monkeypatch.setattr(arena_module, "_make_pages", cut)
     with pytest.raises(AttachError, match="the file ends after"):
         arena.create("job", 0, {"rank-0.slot-0": Geometry(4096, 4096, 4096)}, [])
     assert arena.held_bytes == 0 and not list((arena.folder / "job").iterdir())
     gc.collect()  # the error's traceback has the frame of the constructor
-    assert len(os.listdir("/proc/self/fd")) == before
+    await_closed(before)
 
 
 def job_of(arena: Arena, name: str = "job") -> JobRecord:

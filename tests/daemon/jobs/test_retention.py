@@ -15,7 +15,7 @@ from reft_daemon.jobs.leases import Lease
 from reft_daemon.membership.agent_process import AgentProcess
 from reft_daemon.membership.retention import RetentionTimes
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import Code, Job, refused
+from tests.support.jobs import Code, Job, refused, write
 from tests.support.trainer_forks import Trainer
 from tests.support.trainers import Spec, Trainers
 
@@ -113,6 +113,21 @@ def test_an_unnamed_job_whose_trainer_died_stays_while_its_agent_lives(start, tr
     assert daemon.status("restarted").kept_s > 100
     agent_process.kill()
     until(lambda: not names(daemon), what="the end of the job whose agent has ended")
+
+
+def test_the_time_to_live_begins_when_the_last_trainer_ends(start, trainer, agent_process):
+    daemon = start("--ttl", "0.2")
+    job = under_agent(unnamed(daemon, "trains"), agent_process).decide()
+    write(job.slots(0, trainer)[0], job.version(1))
+    agent_process.kill()  # it has kept the job until the lease, however late that came
+    until(lambda: not daemon.call("Status", pb.StatusRequest()).agents, what="the news of the agent's end")
+    unnamed(daemon, "over").decide()
+    until(lambda: "over" not in names(daemon), what="the end of a job without a trainer")
+    assert job.headers()
+    trainer.kill()
+    until(lambda: not names(daemon), what="the end of the time to live")
+    assert not (daemon.folder / "trains").exists()
+    assert daemon.call("Status", pb.StatusRequest()).held_bytes == 0
 
 
 def test_a_job_that_its_agent_starts_again_is_not_dropped_for_memory(start, trainer, agent_process):

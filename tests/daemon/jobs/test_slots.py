@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -422,21 +421,6 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
 
 
 # The end
-
-
-def test_the_time_to_live_begins_when_the_last_trainer_ends(start, trainer):
-    process = start("--ttl", "2")  # on busy cores a lease may come a second after the decision
-    job = Job([(process, [0])])
-    job.manifest.named = False
-    job.decide()
-    write(job.slots(0, trainer)[0], job.version(1))
-    with pytest.raises(subprocess.TimeoutExpired):
-        trainer.process.wait(2.5)
-    assert job.headers()
-    trainer.kill()
-    until(lambda: not process.call("Status", pb.StatusRequest()).jobs, what="the end of the time to live")
-    assert not (process.folder / "job").exists()
-    assert process.call("Status", pb.StatusRequest()).held_bytes == 0
 
 
 @pytest.mark.parametrize("is_closed, flags", [(False, ("1000", "2")), (True, ("0.5", "1000"))])

@@ -193,8 +193,9 @@ def test_a_ticket_waits_for_a_place(place):
 def test_a_ticket_that_finds_no_place_ends(place, end, monkeypatch):
     served = [place.proved() for _ in range(PROVED)]
     place.offer("other")
-    if end == "time":
-        monkeypatch.setattr(protocol, "CONNECT_S", 0.05)
+    wait_for = place.server._changed.wait_for
+    if end == "time":  # only the wait for a place is short, and not that for the ticket
+        monkeypatch.setattr(place.server._changed, "wait_for", lambda has_place, _: wait_for(has_place, 0.05))
     ticket = place.ticket("other")
     late = place.caller(PEER, protocol.MAGIC + ticket)
     until(lambda: ticket not in place.server._tickets, what="the ticket")
@@ -260,7 +261,8 @@ def test_a_caller_that_is_pushed_out_in_its_handshake_ends_at_once(new_place, tl
 def test_a_handshake_has_a_time_limit(new_place, tls, monkeypatch):
     place = new_place(tls=tls)
     monkeypatch.setattr(protocol, "CONNECT_S", 0.05)
-    assert place.caller(PEER, b"\x16\x03\x01\x02\x00\x01").recv(1) == b""
+    with contextlib.suppress(ConnectionError):  # on a busy core its bytes come after the end
+        assert place.caller(PEER, b"\x16\x03\x01\x02\x00\x01").recv(1) == b""
 
 
 def test_a_peer_that_asks_for_nothing_gives_its_place_back(place, monkeypatch):

@@ -414,8 +414,7 @@ def test_the_end_of_the_last_trainer_is_followed_by_one_flush(job, monkeypatch):
         whole(job, 3)
         assert service.needs(job), "its slots outlive --ttl"
         await reached(lambda: storage.of("commit"))
-        await asyncio.sleep(0.05)
-        assert not service.needs(job)
+        await reached(lambda: not service.needs(job))
         assert [step for step, _ in storage.of("commit")] == [3]
         whole(job, 4)
         await asyncio.sleep(0.05)

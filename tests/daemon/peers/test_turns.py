@@ -14,6 +14,7 @@ from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
 from tests.support.exchange import SEALED, SIZES, SLOTS, ShardedJob
 from tests.support.jobs import Code, Job, epoch_of, refused, tcp_call
+from tests.support.processes import children_with
 from tests.support.trainer_forks import Trainer
 
 
@@ -28,8 +29,7 @@ def three_nodes(start, trainer, protect: str = "auto") -> ShardedJob:
 
 
 def movers(daemon: DaemonProcess) -> list[psutil.Process]:
-    children = psutil.Process(daemon.process.pid).children()
-    return [child for child in children if "reft_daemon.mover" in child.cmdline()]
+    return children_with(daemon.process.pid, "reft_daemon.mover")
 
 
 def test_each_whole_step_becomes_protected_by_parity_as_drawn(three):

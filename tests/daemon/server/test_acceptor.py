@@ -26,6 +26,7 @@ from reft_daemon.server.callers import Caller, Door
 from reft_daemon.server.relay import LINGER_BYTES, PIECE, PREFACE, UNPROVED_BURST
 from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import until
+from tests.support.descriptors import await_closed, own_descriptors
 from tests.support.flooder import FLOOD_NETWORK
 from tests.support.ipv6 import DAEMON_NETWORK, PEER_NETWORK, has_ipv6, network_of_ipv6
 
@@ -427,7 +428,7 @@ def test_limits_leave_descriptors_for_slots():
 
 
 def test_close_ends_all_connections_and_frees_all_descriptors(place):
-    before = os.listdir("/proc/self/fd")
+    before = own_descriptors()
     place.listen(Door.REMOTE)
     caller, server, peer = place.pair()
     idle = place.caller(b"")
@@ -435,7 +436,7 @@ def test_close_ends_all_connections_and_frees_all_descriptors(place):
     assert ended(caller) and ended(server) and ended(idle) and place.thread.callers.of(peer) is None
     for each in (caller, server, idle):
         each.close()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    await_closed(before)
 
 
 # TLS

@@ -190,6 +190,7 @@ def test_a_daemon_that_restarts_in_a_flood_goes_on_with_its_jobs(site):
         daemons[0].start()
         rounds = Rounds(job)
         output, _ = flooder.communicate(timeout=SHORT_S + 30)
+        until(lambda: rounds.made or rounds.errors, what="a round")  # the start may take as long as the flood
         rounds.end()
     finally:
         flooder.kill()

@@ -1,0 +1,26 @@
+"""Looks for descriptors that a test leaves open in its own process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from tests.support.daemons import until
+
+
+def own_descriptors() -> set[tuple[str, str]]:
+    """Returns number and target of each open descriptor of this process."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them, or one of another thread
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
+def await_closed(before: set[tuple[str, str]]) -> None:
+    """Fails if descriptors stay open that were not in `before`.
+
+    Their count tells less: Python may collect garbage of earlier tests in between, and close its
+    descriptors.
+    """
+    until(lambda: own_descriptors() <= before, what="the end of all new descriptors")
