@@ -48,9 +48,7 @@ class LocalState:
         check_cost(extra_states, request.every, request.adapts)
         tensor_index = tracked.bind()
         host = HostState(tracked, {**request.objects(), **extra_states}, names=tensor_index.names)
-        state = cls(tracked, host, tensor_index, [*tensor_index.leaves(), *tracked.predict(tensor_index.names)])
-        host.check_size(state.names)
-        return state
+        return cls(tracked, host, tensor_index, [*tensor_index.leaves(), *tracked.predict(tensor_index.names)])
 
     @cached_property
     def names(self) -> NameTable:

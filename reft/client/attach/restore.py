@@ -214,13 +214,19 @@ def send_capsules(introduction: Introduction, plan: AttachPlan) -> None:
 def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, leases: SlotLeases) -> list[MappedSlot]:
     """Returns the slots for the next snapshots. All ranks call it together.
 
+    The small host state is checked here, and not before the restore. An object of the user whose
+    `state_dict` is called first may ignore `load_state_dict` afterwards, as torchdata's
+    `nodes.Loader` does.
+
     Raises:
+        UnsupportedState: a capsule can't hold the small host state.
         NoRoom: the slots don't fit into memory.
     """
     data_bytes = plan.placement.rank_placement(context.rank).unplanned_offset
     all_bytes = data_bytes * slots_of(context.settings, plan.manifest) * context.rank_group.world
-    return together(
-        context.rank_group,
-        lambda: leases.lease(data_bytes, len(introduction.state.table)),
-        extra_s=all_bytes / ALLOCATION_BYTES_PER_S,
-    )
+
+    def act() -> list[MappedSlot]:
+        introduction.state.host.check_size(introduction.state.names)
+        return leases.lease(data_bytes, len(introduction.state.table))
+
+    return together(context.rank_group, act, extra_s=all_bytes / ALLOCATION_BYTES_PER_S)

@@ -140,7 +140,7 @@ class ShapeChange:
             world=len(self.after),
             digests=[facts[old].digests for old in range(len(self.before))],
             values=kept,
-            live=host.capture(0),
+            live=host.live_settings(),
             generators=[name for name, value in host.objects.items() if isinstance(value, torch.Generator)],
             takes_all=[name for name, value in host.objects.items() if hasattr(value, "load_state_dicts")],
         )

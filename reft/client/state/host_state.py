@@ -100,6 +100,10 @@ class HostState:
             "moves": None if self.moves is None else list(self.moves),
         }
 
+    def live_settings(self) -> dict[str, Any]:
+        """Returns the live groups and generators; asks none of the user's objects."""
+        return {"subjects": self._tracked.capture(self._names), "random": random_state.capture()}
+
     def take_objects(self) -> dict[str, Any]:
         """Returns the state of the user's objects, by name, for `finished`."""
         return {name: to_plain(_state_of(value), self._begin_copy) for name, value in self._objects.items()}
@@ -109,7 +113,7 @@ class HostState:
         return cost_at_mark(self._extra_states)
 
     def check_size(self, names: NameTable) -> None:
-        """Encodes the tree once, before training, to check its size.
+        """Encodes the tree once, before training and after the restore, to check its size.
 
         Args:
             names: this rank's names in the manifest.

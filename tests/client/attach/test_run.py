@@ -90,6 +90,45 @@ def test_state_that_can_not_be_stored_is_refused_at_attach_with_its_path(attach,
         attach(*make(), state={"loader": Keeper({"sampler": value})})
 
 
+class Begun:
+    """Keeps its own place once it was asked for it, as torchdata's `nodes.Loader` does."""
+
+    def __init__(self) -> None:
+        self.place, self.is_asked = 0, False
+
+    def state_dict(self) -> dict[str, int]:
+        self.is_asked = True
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if not self.is_asked:
+            self.place = state["place"]
+
+
+def test_an_object_in_state_is_not_asked_before_it_is_restored(attach):
+    model, optimizer = make()
+    begun = Begun()
+    session = attach(model, optimizer, state={"nodes": begun})
+    begun.place = 3
+    train(session, model, optimizer)
+    again = Begun()
+    attach(*make(), state={"nodes": again})
+    assert again.place == 3
+
+
+def test_state_that_can_not_be_stored_is_refused_after_a_restore_and_nothing_is_lost(attach):
+    model, optimizer = make()
+    train(attach(model, optimizer, state={"x": Keeper({"n": 1})}), model, optimizer)
+
+    class Worse(Keeper):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict({"value": object()})
+
+    with pytest.raises(errors.UnsupportedState, match=r"state\['x'\]"):
+        attach(*make(), state={"x": Worse({"n": 1})})
+    assert attach(*make(), state={"x": Keeper({"n": 1})}).step == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
