@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -63,6 +64,47 @@ def test_answer_that_comes_after_its_caller_was_cancelled_is_closed() -> None:
         assert is_closed(reading)
 
     with_child(act)
+
+
+@contextlib.contextmanager
+def room_for_files(count: int) -> Iterator[None]:
+    """Lets this process open so many more files."""
+    limits, free = resource.getrlimit(resource.RLIMIT_NOFILE), [os.open("/dev/null", os.O_RDONLY) for _ in range(count)]
+    free.append(os.dup(free[0]) if free else os.open("/dev/null", os.O_RDONLY))
+    for descriptor in free:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_answer_whose_files_have_no_room_here_is_an_error(room: int) -> None:
+    async def act(child: ChildProcess, running: RunningProcess, theirs: socket.socket) -> None:
+        call = asyncio.ensure_future(child.call(running, {"do": "open"}, 60, 7))
+        await asyncio.to_thread(receive_message, theirs)
+        (reading, writing), (other, another) = os.pipe(), os.pipe()
+        with room_for_files(room):
+            send_message(theirs, {"done": 7}, [writing, another])
+            answer = await call
+        assert "ulimit -n" in answer["error"] and not answer["damaged"] and "descriptors" not in answer
+        os.close(writing)
+        os.close(another)
+        assert is_closed(reading) and is_closed(other)
+
+    with_child(act)
+
+
+def test_child_for_which_there_are_no_files_is_not_started() -> None:
+    async def start() -> None:
+        child = ChildProcess("child", ["-c", ""])
+        with room_for_files(1), pytest.raises(ChildGone, match=r"the child can't be started: \[Errno 24\] Too many"):
+            await child.ensure()
+        assert child.running is None
+
+    asyncio.run(start())
 
 
 def test_child_that_does_not_end_a_cancelled_command_in_time_is_killed() -> None:
