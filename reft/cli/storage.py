@@ -63,9 +63,11 @@ class HeldEntry:
 def rows_of_job(address: str, job: str) -> list[HeldEntry]:
     """Returns what memory and storage hold of a job, the newest first.
 
+    A row says so if storage can't be listed, and memory has the job.
+
     Raises:
         NoSuchJob: neither has the job.
-        ReftError: the daemon does not answer, or its storage can't be listed.
+        ReftError: the daemon does not answer; or memory has nothing, and storage can't be listed.
     """
     rows: list[HeldEntry] = []
     with suppress(NoSuchJob):
@@ -84,6 +86,10 @@ def rows_of_job(address: str, job: str) -> list[HeldEntry]:
         rows += [row for each in reply.lineages for row in _stored_rows(each)]
     except ConfigError:
         rows.append(HeldEntry("storage", -1, -1, counts=False, note="this daemon has no storage (--persist)"))
+    except ReftError as error:
+        if not rows:
+            raise
+        rows.append(HeldEntry("storage", -1, -1, counts=False, note=f"not listed: {error.message}"))
     if all(row.step < 0 for row in rows):
         raise NoSuchJob(f"neither memory nor storage holds job {job!r}.", "reft-cli status lists the jobs in memory")
     return rows

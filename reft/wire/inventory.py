@@ -243,21 +243,23 @@ class JobSurvey:
             version: the version.
             erased: as of `plan`.
         """
-        held = [slot for slot in self.held if slot.version == version]
-        copies = [copy for copy in self.copies if copy.version == version]
-        parity = [slot for slot in self.parity if slot.version == version]
-        return recovery.plan(held, copies, self.placements, self.decision, erased, parity)
+        plan = self._plan_up_to(version, erased)
+        return plan if plan.base == version else RecoveryPlan(None)
 
     def guard_below(self, base: Version) -> Version | None:
         """Returns the newest version, not newer than `base`, that survives lost nodes."""
+        return self._plan_up_to(base).guard
+
+    def _plan_up_to(self, newest: Version, erased: Collection[tuple[str, str, Version]] = ()) -> RecoveryPlan:
+        """Returns the plan as if there were no newer version; daemons can carry it out."""
 
         def is_kept(version: Version | None) -> bool:
-            return version is not None and (version == base or version.is_older_than(base))
+            return version is not None and (version == newest or version.is_older_than(newest))
 
         held = [slot for slot in self.held if is_kept(slot.version)]
         copies = [copy for copy in self.copies if is_kept(copy.version)]
         parity = [slot for slot in self.parity if is_kept(slot.version)]
-        return recovery.plan(held, copies, self.placements, self.decision, parity=parity).guard
+        return recovery.plan(held, copies, self.placements, self.decision, erased, parity)
 
     def restorable(self, erased: Collection[tuple[str, str, Version]] = ()) -> list[Version]:
         """Returns the versions that can be restored now, the newest one first.

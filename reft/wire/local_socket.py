@@ -32,7 +32,9 @@ the user's code forks: see "What waits for whom" in reft/DESIGN.md.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -97,6 +99,27 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
+
+
+def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Returns the next bytes of a connection, and their descriptors, which the caller owns.
+
+    A program that this process executes doesn't get the descriptors: it would hold the memory.
+
+    Raises:
+        OSError: the connection has failed, or this process has no room for the descriptors.
+    """
+    received, size = array.array("i"), DESCRIPTORS_MAX * array.array("i").itemsize
+    data, passed, flags, _ = connection.recvmsg(READ_BYTES, socket.CMSG_LEN(size), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, body in passed:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received.frombytes(body[: len(body) - len(body) % received.itemsize])
+    descriptors = list(received)
+    if flags & socket.MSG_CTRUNC:
+        close_all(descriptors)
+        limits = f"as many files open as it may (ulimit -n), or more than {DESCRIPTORS_MAX} came at once"
+        raise OSError(errno.EMFILE, f"the receiving process has {limits}")
+    return data, descriptors
 
 
 def close_all(descriptors: list[int]) -> None:
@@ -227,7 +250,7 @@ def _exchange(
             connection.connect(path)
             socket.send_fds(connection, [frame(request)], list(give))
             while True:
-                data, received, _, _ = socket.recv_fds(connection, READ_BYTES, DESCRIPTORS_MAX)
+                data, received = receive(connection)
                 descriptors += received
                 bodies = frames.feed(data)
                 if bodies or not data:

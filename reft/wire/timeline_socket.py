@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import struct
@@ -24,7 +25,9 @@ from typing import Any
 
 from reft.errors import ReftError
 
+log = logging.getLogger("reft")
 REPLY_DEADLINE_S = 5.0
+AGAIN_S = 1.0  # after a caller could not be let in, for example because too many files are open
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid, as Linux gives them
 
 
@@ -80,6 +83,7 @@ class TimelineServer:
 
     def __init__(self, trace: Callable[[], Mapping[str, Any]]) -> None:
         self._trace = trace
+        self._is_closing = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(address(os.getpid()))
@@ -93,19 +97,28 @@ class TimelineServer:
 
     def close(self) -> None:
         """Ends the thread, and frees the name."""
+        self._is_closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(REPLY_DEADLINE_S)
         self._listener.close()
 
     def _serve(self) -> None:
-        while True:
+        while not self._is_closing.is_set():
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
-            # OSError: the caller is gone. RuntimeError: training changed the trace meanwhile.
-            with connection, contextlib.suppress(OSError, RuntimeError):
-                connection.settimeout(REPLY_DEADLINE_S)
-                if _is_same_user(connection):
-                    connection.sendall(json.dumps(self._trace()).encode())
+                self._is_closing.wait(AGAIN_S)
+                continue
+            with connection:
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(REPLY_DEADLINE_S)
+            if _is_same_user(connection):
+                connection.sendall(json.dumps(self._trace()).encode())
+        except (OSError, RuntimeError):
+            pass  # the caller is gone; or training changed the trace meanwhile
+        except Exception:  # a bug that one trace meets must not end the answers to later callers
+            log.exception("the timeline can't be made")

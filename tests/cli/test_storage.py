@@ -66,6 +66,18 @@ def test_list_of_a_job_has_memory_and_storage(held: tuple[DaemonProcess, Path, l
     assert lines[0] == "job job" and f"step {newest} (epoch 1)" in lines[2] and lines[2].startswith("  storage")
 
 
+def test_list_of_a_job_shows_memory_while_storage_cannot_be_listed(held: tuple[DaemonProcess, Path, list[int]]) -> None:
+    daemon, folder, _ = held
+    folder.rename(f"{folder}.away")
+    try:
+        shown, other = invoke("list", "job", daemon=daemon.address), invoke("list", "nobody", daemon=daemon.address)
+    finally:
+        Path(f"{folder}.away").rename(folder)
+    assert shown.exit_code == 0 and "  memory   step " in shown.stdout, shown.output
+    assert f"not listed: storage {folder} can't be read" in shown.stdout
+    assert other.exit_code != 0 and "can't be read" in other.stderr
+
+
 def test_list_of_a_folder_needs_no_daemon(held: tuple[DaemonProcess, Path, list[int]]) -> None:
     _, storage, (older, newest) = held
     (job,) = json.loads(invoke("list", f"{storage}/", "--json").stdout)["jobs"]

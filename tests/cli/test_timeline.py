@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import socket
 import struct
 import subprocess
 import sys
@@ -103,6 +105,38 @@ def test_a_closed_timeline_server_frees_its_name():
         server.close()
     with pytest.raises(ReftError, match="gives no timeline"):
         timeline_socket.fetch(os.getpid())
+
+
+def test_a_trace_that_cannot_be_made_costs_its_caller_alone(caplog):
+    traces = iter([{"a": object()}, {"b": 1}])
+    server = timeline_socket.TimelineServer(lambda: next(traces))
+    try:
+        with pytest.raises(ReftError, match="gives no timeline"):
+            timeline_socket.fetch(os.getpid())
+        assert timeline_socket.fetch(os.getpid()) == {"b": 1}
+    finally:
+        server.close()
+    assert "the timeline can't be made" in caplog.text
+
+
+def test_a_server_without_room_for_a_caller_answers_later_ones():
+    server = timeline_socket.TimelineServer(lambda: {"a": 1})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller, caller.makefile("rb") as answer:
+            caller.connect(timeline_socket.address(os.getpid()))
+            assert json.loads(answer.read()) == {"a": 1}
+            caller_too = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            try:  # a call that waits already has a place for its file
+                with caller_too, caller_too.makefile("rb") as answer_too:
+                    caller_too.connect(timeline_socket.address(os.getpid()))
+                    assert json.loads(answer_too.read()) == {"a": 1}
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert timeline_socket.fetch(os.getpid()) == {"a": 1}
+    finally:
+        server.close()
 
 
 def test_a_forked_child_does_not_keep_the_name():

@@ -10,6 +10,7 @@ from reft.core.recovery import recovery
 from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
+from tests.cli.test_protection import EPOCH, job_survey
 
 BASE = Version(Epoch(7, b"7" * 16), 100)
 CARRIED = Decision(Epoch(8, b"c" * 16), BASE, (BASE.epoch,))  # by b and c
@@ -71,3 +72,14 @@ def test_only_trainers_plan_with_gradient_records(monkeypatch):
     assert survey.plan(()) == survey.plan({("a", "x", BASE)}) == ([record],)
     assert survey.plan_without({"b"}) == ([], [record]) and survey.plan_without({"n"}) == ([], [])
     assert survey.rebuild_plan(()) == ()
+
+
+def test_the_plan_of_a_version_names_what_is_left_of_earlier_steps():
+    """An export compares the samples there: a step that nobody called whole may have two truths."""
+    survey, (older, newest) = job_survey(2, steps=(40, 41)), (Version(messages.epoch_from(EPOCH), 40 + i) for i in (0, 1))
+    plan = survey.plan_of(newest)
+    assert plan.base == newest and plan.earlier == {0: ((older, "id0"),), 1: ((older, "id1"),)}
+    assert survey.plan_of(older).base == older and survey.plan_of(older).earlier == {}
+    assert survey.restorable() == [newest, older]
+    erased = {(node, f"rank-{rank}.slot-1", newest) for rank, node in enumerate(("id0", "id1"))}
+    assert survey.plan_of(newest, erased).base is None and survey.restorable(erased) == [older]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import struct
 import threading
@@ -198,8 +199,25 @@ def test_descriptors_arrive_even_if_the_reply_comes_in_pieces(tmp_path):
     with served(tmp_path, answer) as path:
         (descriptor,) = local_socket.ask_slots(path, SLOTS, [], 5)
     assert os.pread(descriptor, 5, 0) == b"hello"
+    assert not os.get_inheritable(descriptor), "a program that a script executes would hold the slot's memory"
     os.close(descriptor)
     os.close(memfd)
+
+
+def test_descriptors_for_which_there_is_no_room_are_an_error_that_says_so(tmp_path):
+    limits, before = resource.getrlimit(resource.RLIMIT_NOFILE), descriptors_open()
+
+    def answer(connection: socket.socket) -> None:
+        connection.recv(4096)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        socket.send_fds(connection, [frame(pb.LocalReply(descriptors=2, **SPOKEN))], [0, 0])
+
+    try:
+        with served(tmp_path, answer) as path, pytest.raises(AttachError, match="ulimit -n"):
+            local_socket.ask_slots(path, SLOTS, [], 60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert descriptors_open() == before
 
 
 BAD_REPLIES = [

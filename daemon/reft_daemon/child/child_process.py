@@ -116,20 +116,23 @@ class ChildProcess:
 
     def _start(self) -> RunningProcess:
         self._started_s = time.monotonic()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The path is this process's own: the child must import the same reft.
         path = os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, *self._command, "--channel", str(theirs.fileno())], stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], start_new_session=True, cwd="/",
-                env=child_environment(PYTHONPATH=path, REFT_FAILPOINTS=""),
-            )  # fmt: skip
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.enter_context(ours)
+                with theirs:
+                    process = subprocess.Popen(
+                        [sys.executable, *self._command, "--channel", str(theirs.fileno())], stdin=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()], start_new_session=True, cwd="/",
+                        env=child_environment(PYTHONPATH=path, REFT_FAILPOINTS=""),
+                    )  # fmt: skip
+            except OSError as error:  # no memory, or too many processes or files
+                raise ChildGone(
+                    f"the {self.name} can't be started: {error}.", "raise that limit, or free memory of this node"
+                ) from error
+            undo.pop_all()
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         running = RunningProcess(process, ours, loop.create_future())

@@ -13,7 +13,9 @@ answers nothing more: the daemon takes each command without an answer for failed
 from __future__ import annotations
 
 import array
+import errno
 import json
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -22,6 +24,7 @@ from reft.core.commit.version import Epoch, Version
 
 MESSAGE_MAX: Final = 64 << 10
 DESCRIPTORS_MAX: Final = 64  # of one message
+TOO_MANY_FILES: Final = "a process of the daemon has as many files open as it may (ulimit -n): raise the limit."
 
 ControlMessage = Mapping[str, Any]
 
@@ -47,17 +50,27 @@ def send_message(channel: socket.socket, message: ControlMessage, descriptors: S
 def receive_message(channel: socket.socket) -> tuple[ControlMessage, list[int]] | None:
     """Returns the next message and its descriptors, which the caller owns; None at the end.
 
+    Descriptors for which this process has no room are lost. Then the message has none, but an
+    `error`.
+
     Raises:
         BlockingIOError: the channel does not wait, and there is no message.
         OSError: the channel has ended.
     """
     space = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
-    data, passed, _, _ = channel.recvmsg(MESSAGE_MAX, space, socket.MSG_CMSG_CLOEXEC)
+    data, passed, flags, _ = channel.recvmsg(MESSAGE_MAX, space, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
     for level, kind, body in passed:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(body[: len(body) - len(body) % descriptors.itemsize])
-    return (json.loads(data), list(descriptors)) if data else None
+    if not data:
+        return None
+    message: ControlMessage = json.loads(data)
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return {**message, "error": TOO_MANY_FILES, "damaged": False, "errno": errno.EMFILE}, []
+    return message, list(descriptors)
 
 
 def version_of(fields: Sequence[object]) -> Version:

@@ -30,6 +30,7 @@ from reft.core.coding.placement import Placement
 from reft.core.commit.decision import counts
 from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
+from reft.core.recovery.lost_slots import refuse_resized, refuse_unguarded
 from reft.core.recovery.plan import TransferPlan
 from reft.core.recovery.rebuild_plan import chunk_sources, costs, rebuild_plan
 from reft.core.recovery.stripes import parity_number, slot_name
@@ -199,25 +200,18 @@ class Rebuild:
         """Fetches a lost rank's capsule. It also works out the table and size of the rank's slot.
 
         Raises:
-            DamagedSource: the capsule is missing or damaged.
-            ConfigError: the slot had bytes that no other slot has.
+            DamagedSource: the capsule is missing or damaged, or the slot had leaves that nobody
+                foresaw: only its own table could tell them.
         """
         record = await sources.capsule(lost)
         rank_placement = placement.rank_placement(lost.rank)
-        chunks = -(-rank_placement.data_bytes // placement.chunk_bytes)
         try:
             tree = capsule_format.decode(record.capsule, names)
             absent = frozenset(tree["absent"])
+            refuse_unguarded(placement, lost.rank, absent, record.unreplicated_bytes, len(record.digests))
+            refuse_resized(lost.rank, tree["riders"], layout.leaves)
         except (FormatError, KeyError, TypeError) as error:
             raise DamagedSource(self.request.nodes[lost.keeper], f"capsule-{lost.rank}", str(error)) from error
-        leaves = rank_placement.unreplicated.leaves if lost.section else ()
-        decoded = sum(leaf.nbytes for leaf in leaves if leaf.name not in absent)
-        if record.unreplicated_bytes != decoded or len(record.digests) != 8 * chunks:
-            raise ConfigError(
-                f"the slot of rank {lost.rank} had {record.unreplicated_bytes} bytes that no other slot has, of which "
-                f"{decoded} can be decoded, and {len(record.digests) // 8} chunks, where the placement has {chunks}: it "
-                "can't be rebuilt."
-            )
         table = rebuilt_table(placement, layout, lost.rank, absent)
         geometry = Geometry(max(len(table), PAGE), rank_placement.data_bytes, placement.chunk_bytes)
         return _LostSlot(lost.rank, record, table, geometry)

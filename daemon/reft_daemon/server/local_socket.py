@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -46,7 +47,7 @@ from google.protobuf.message import DecodeError
 from reft.core.commit.round import Outcome
 from reft.errors import AttachError, ReftError
 from reft.wire import local_socket, messages, rpc
-from reft.wire.local_socket import DESCRIPTORS_MAX, READ_BYTES, REQUEST_MAX, close_all, frame
+from reft.wire.local_socket import DESCRIPTORS_MAX, REQUEST_MAX, close_all, frame
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
@@ -164,11 +165,11 @@ class _Connection:
 
     def _read(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, READ_BYTES, DESCRIPTORS_MAX)
+            data, descriptors = local_socket.receive(self._socket)
         except BlockingIOError:
             return
-        except OSError:
-            return self._end()
+        except OSError as error:
+            return self._drop(str(error), NO_REQUEST) if error.errno == errno.EMFILE else self._end()
         self._received += descriptors
         try:
             if len(self._received) > DESCRIPTORS_MAX:

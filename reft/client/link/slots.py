@@ -17,7 +17,7 @@ from reft.client.memory.cuda import pin, unpin
 from reft.client.memory.prefault import map_shared
 from reft.config import Config
 from reft.core.commit.slots import Slot
-from reft.core.commit.version import Epoch, Version
+from reft.core.commit.version import Epoch
 from reft.core.layout.layout import align
 from reft.errors import FormatError
 from reft.wire import local_socket, messages, rpc
@@ -185,15 +185,6 @@ class SlotLeases:
         """
         epoch = messages.epoch_to(self.epoch)
         self._rpc("Release", pb.ReleaseRequest(job=self.job, epoch=epoch, rank=self.rank, refused=is_refused), 0)
-
-    def whole(self) -> Version | None:
-        """Returns the newest version of this epoch that the daemon knows to be whole.
-
-        Raises:
-            ReftError: the call failed; see `rpc.call`.
-        """
-        jobs = self._rpc("Status", pb.StatusRequest(job=self.job), 0).jobs
-        return Version(self.epoch, jobs[0].whole) if jobs and jobs[0].whole >= 0 else None
 
     def _request(self, slots: int, data_bytes: int, table_bytes: int) -> pb.LeaseRequest:
         mine = os.sched_getaffinity(0)

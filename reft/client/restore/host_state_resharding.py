@@ -8,6 +8,7 @@
                                 parameters; these settings must agree
     modules                     nothing: all their state is in leaves. So ranks may have other
                                 pipeline stages than the old ranks
+    extra state of a module     that of the old ranks with the module, if they agree
     state= objects with         the list of all old ranks' states, in rank order
       load_state_dicts          (only if the number of ranks changed)
     … differ, as many ranks     the state of old rank r
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 import xxhash
 
+from reft.client.state.extra_state import EXTRA_STATE
 from reft.client.state.serialization import OPTIMIZER_KEYS, to_plain
 from reft.core.text import every
 from reft.errors import LayoutChanged
@@ -96,10 +98,13 @@ class HostStateResharding:
             LayoutChanged: no rule maps the state to these ranks; raised on all ranks alike.
         """
         names = {item: [p.partition(".")[2] for p in self.digests[0] if p.startswith(f"{item}.")] for item in ITEMS}
+        # Each pipeline stage has modules of its own.
+        extra = [name for name in self.live["state"] if name.endswith(EXTRA_STATE)]
         tree: Tree = {"step": step, "marked": marked, "random": self._random()}
         tree["subjects"] = self._tracked_objects()
         tree["scalers"] = {name: self._shared(f"scalers.{name}") for name in names["scalers"]}
-        tree["state"] = {name: self._state(name) for name in names["state"]}
+        tree["state"] = {name: self._state(name) for name in names["state"] if not name.endswith(EXTRA_STATE)}
+        tree["state"] |= {name: self._extra_state(f"state.{name}") for name in extra}
         return tree
 
     @property
@@ -170,6 +175,13 @@ class HostStateResharding:
         return value
 
     # Models and optimizers
+
+    def _extra_state(self, part: str) -> Any:
+        """Returns the extra state of a module, which perhaps only some old ranks had."""
+        digests = {each[part] for each in self.digests if part in each}
+        if not digests:
+            raise LayoutChanged(f"no old rank held {part}.", "start the job with the stages of the snapshot")
+        return self.values[digests.pop()] if len(digests) == 1 else self._shared(part)
 
     def _tracked_objects(self) -> Tree:
         """Returns the small state of this rank's tracked objects.

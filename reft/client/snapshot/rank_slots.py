@@ -158,10 +158,6 @@ class RankSlots:
         if memfd_slots := [slot for slot in (*self._slots, *self._records) if slot.descriptor >= 0]:
             self._leases.give_back(memfd_slots)
 
-    def daemon_whole(self) -> Version | None:
-        """Returns the newest version that the daemon knows to be whole; see `SlotLeases.whole`."""
-        return self._leases.whole()
-
     def forget_lease(self) -> None:
         """Ignores slots that are still being made, because the session ends."""
         self._thread = self._further_thread = None

@@ -31,6 +31,7 @@ from reft.errors import RestoreError, UnsupportedState
 from reft.wire import capsule_format
 
 ALLOW = "Config(allow_pickled_extra_state=True), or REFT_ALLOW_PICKLED_EXTRA_STATE=1, if you trust all nodes of the job"
+EXTRA_STATE = ".extra_state"  # follows a module's name: the name of its extra state in state=
 # How torch.save and each modern pickle begin. A mark compares only this, since parsing takes long;
 # attach parses each answer once.
 BEGINNINGS = (b"PK\x03\x04", *(bytes((0x80, protocol)) for protocol in range(2, 6)))

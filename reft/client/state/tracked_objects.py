@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from reft.client.memory.huge_pages import HugePageBuffer
-from reft.client.state.extra_state import ExtraState, extra_state_of
+from reft.client.state.extra_state import EXTRA_STATE, ExtraState, extra_state_of
 from reft.client.state.extract.registry import Extractor, extractor_of
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex, device_of, without_wrappers
@@ -100,7 +100,7 @@ class TrackedObjects:
             for path, part in module.named_modules()
         )
         states = (extra_state_of(name, part, allows_pickles) for name, part in parts)
-        return {f"{state.name}.extra_state": state for state in states if state is not None}
+        return {state.name + EXTRA_STATE: state for state in states if state is not None}
 
     def held_values(self) -> dict[str, HeldValues]:
         """Returns what is held of the loop's values (`reft.Values`), by prefix."""

@@ -137,6 +137,23 @@ def test_a_rank_gets_the_state_of_its_own_stages(before, after):
         assert subjects["optimizer.0"]["groups"] == live["subjects"]["optimizer.0"]["groups"]
 
 
+def test_extra_state_follows_its_stage():
+    """Each stage has modules of its own: rank 0 need not have those of the others."""
+
+    def of_stage(stage: int, rank: int, scale: float | None = None) -> dict[str, Any]:
+        own = {f"model.stage{stage}.fc.extra_state": {"extra_state": scale or stage + 0.5}}
+        return tree(rank, subjects={f"model.stage{stage}": {}}, state={"lr": {"last": 7}} | own)
+
+    old = [of_stage(rank % 2, rank) for rank in range(4)]
+    for rank in range(2):
+        state = reshard(old, rank, 2, live=of_stage(rank, rank)).tree(7, True)["state"]
+        assert state == old[rank]["state"]
+    with pytest.raises(LayoutChanged, match=r"no old rank held state\.model\.stage2\.fc\.extra_state"):
+        reshard(old, 0, 2, live=of_stage(2, 0)).tree(7, True)
+    with pytest.raises(LayoutChanged, match=r"stage1\.fc\.extra_state differs among the 4 ranks"):
+        reshard([*old[:3], of_stage(1, 3, 9.0)], 1, 2, live=of_stage(1, 1)).tree(7, True)
+
+
 def test_objects_with_settings_must_be_on_both_sides():
     settings = stage(["model.0.w"], 0.1)["subjects"]["optimizer.0"]
     trees = [of_stages(0, [0]), of_stages(1, [1], **{"optimizer.1": settings})]

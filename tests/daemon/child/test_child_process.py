@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import pytest
 
 from reft.errors import AttachError
 from reft_daemon.child.child_process import CANCEL_S, ChildGone, ChildProcess, RunningProcess
-from reft_daemon.child.control_channel import receive_message, send_message
+from reft_daemon.child.control_channel import DESCRIPTORS_MAX, receive_message, send_message
 from reft_daemon.persist.persister import STALL_S, Persister
 
 
@@ -63,6 +64,51 @@ def test_answer_that_comes_after_its_caller_was_cancelled_is_closed() -> None:
         assert is_closed(reading)
 
     with_child(act)
+
+
+@contextlib.contextmanager
+def no_room_for_files() -> Iterator[None]:
+    """Lets this process open no more files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_answer_whose_files_have_no_room_here_is_an_error() -> None:
+    async def act(child: ChildProcess, running: RunningProcess, theirs: socket.socket) -> None:
+        call = asyncio.ensure_future(child.call(running, {"do": "open"}, 60, 7))
+        await asyncio.to_thread(receive_message, theirs)
+        with no_room_for_files():
+            send_message(theirs, {"done": 7}, [0])
+            answer = await call
+        assert "ulimit -n" in answer["error"] and not answer["damaged"] and "descriptors" not in answer
+
+    with_child(act)
+
+
+def test_files_of_a_message_that_was_cut_are_closed() -> None:
+    """The kernel cuts it alike where a part of the files has room."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reading, writing = os.pipe()
+    with ours, theirs:
+        socket.send_fds(theirs, [b'{"done": 7}'], [writing] * (DESCRIPTORS_MAX + 1))
+        received = receive_message(ours)
+    os.close(writing)
+    assert received is not None and received[0]["done"] == 7 and received[0]["error"] and received[1] == []
+    assert is_closed(reading)
+
+
+def test_child_for_which_there_are_no_files_is_not_started() -> None:
+    async def start() -> None:
+        child = ChildProcess("child", ["-c", ""])
+        with no_room_for_files(), pytest.raises(ChildGone, match=r"the child can't be started: \[Errno 24\] Too many"):
+            await child.ensure()
+        assert child.running is None
+
+    asyncio.run(start())
 
 
 def test_child_that_does_not_end_a_cancelled_command_in_time_is_killed() -> None:

@@ -88,11 +88,15 @@ class Held:
         slot = min(slots, key=lambda slot: slot.header.version.order if slot.header.version else (0, 0))
         slot.begin(self.job.version(step), save_plan.digest, save_plan.table, save_plan.data_bytes)
         slot.data[: save_plan.data_bytes] = slot_data(self.placement, rank, tensors)
-        inline_leaves = {INLINE: plain_bytes(tensors[INLINE]).tobytes()}
+        inline_leaves = {INLINE: self.inline_leaf(rank)}
         slot.put_capsule(capsule_format.encode({"rank": rank, "riders": inline_leaves, "absent": ["late"]}))
         slot.landed()
         slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
         self.job.report(rank, {step: StepAnswer.SEALED})
+
+    def inline_leaf(self, rank: int) -> bytes:
+        """Returns the inline leaf that a rank puts into its capsules."""
+        return plain_bytes(tensors_of(rank)[INLINE]).tobytes()
 
     def end(self) -> Held:
         """Kills the trainers."""
@@ -337,6 +341,26 @@ def test_a_damaged_slot_and_a_lost_node_are_too_much_for_f_1(start):
         assert (found.exit_code, document["outcome"]) == (4, "unrecoverable")
         assert "on node n2 is damaged (rank-2.slot-0)." in " ".join(document["missing"])
     until(lambda: not list(spare.folder.glob("job/*")), what="the spare daemon to forget the job")
+
+
+class GrownInlineLeaf(Held):
+    """A job whose inline leaves have grown since attach foresaw them."""
+
+    def inline_leaf(self, rank: int) -> bytes:
+        return super().inline_leaf(rank) + bytes(4)
+
+
+def test_a_slot_whose_leaves_nobody_foresaw_is_given_up_like_a_damaged_one(start):
+    """A table made for it would have the foreseen sizes, and no restart could load the slot."""
+    daemons = cluster(start, 3)
+    GrownInlineLeaf(daemons, 1).end()
+    spare = start("--node", "spare")
+    with Lost(daemons[1]):
+        found = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
+        document = json.loads(found.stdout)
+        assert (found.exit_code, document["outcome"]) == (4, "unrecoverable"), found.output
+        assert "is damaged (capsule-1)." in " ".join(document["missing"])
+    assert "running_mean has 24 bytes in the capsule of rank 1" in spare.log.read_text()
 
 
 def test_an_older_version_without_its_capsules_is_not_rebuilt(start):
