@@ -136,7 +136,7 @@ class OptimizerExtractor:
         state: MutableMapping[str, Any],
         on_device: set[int],
     ) -> Iterator[tuple[str, str]]:
-        """Adds the state of a parameter; yields parameter and key of each tensor with known memory."""
+        """Adds a parameter's state; yields its name and the key of each tensor of known memory."""
         _track(index, state)
         # Adagrad creates state for an empty piece. Its counter stands still, so it is no replica
         # of other ranks' state. It never changes, so it is not saved.
