@@ -1,4 +1,4 @@
-"""State of optimizers that shares memory, or that training changes from tensors to numbers."""
+"""State of optimizers that shares memory, and state that training removes or makes a number."""
 
 from __future__ import annotations
 
@@ -111,3 +111,25 @@ def test_a_group_comes_back_as_training_changed_it(attach, change):
     group, expected = ({**each.param_groups[0], "params": []} for each in (another, optimizer))
     assert group == expected and type(group["lr"]) is type(expected["lr"])
     assert state_bytes(other, another) == state_bytes(model, optimizer)
+
+
+def test_state_that_the_script_loads_and_the_snapshot_lacks_is_removed(attach):
+    """A script may load a checkpoint of its own before attach: what reft holds replaces it."""
+
+    def make():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        step_once(model, optimizer)
+        return model, optimizer
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for step in session.steps(3):
+        step_once(model, optimizer)
+        if step == 2:
+            del optimizer.state[model[1].bias]
+    assert session.seal(timeout=60).step == 3
+    other, another = make()
+    assert attach(other, another).step == 3
+    assert state_bytes(other, another) == state_bytes(model, optimizer)
+    assert len(another.state) == 3
