@@ -95,7 +95,7 @@ def note_trouble(jobs: Iterable[JobRecord], pid: int, trouble: str) -> None:
 def note_end(job: JobRecord, rank: int, lease: Lease) -> None:
     """Notes that a rank's trainer has ended, and begins to seal its slots.
 
-    After the last one no new layout is decided here: the pin ends, as a restarted daemon forgets it.
+    After the last one no new layout is decided here: the pin ends, as a restarted daemon forgets.
     A flush to storage would wait for ever otherwise, and with it the slots.
     """
     lease.watch = None
