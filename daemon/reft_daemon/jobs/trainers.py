@@ -93,9 +93,15 @@ def note_trouble(jobs: Iterable[JobRecord], pid: int, trouble: str) -> None:
 
 
 def note_end(job: JobRecord, rank: int, lease: Lease) -> None:
-    """Notes that a rank's trainer has ended, and begins to seal its slots."""
+    """Notes that a rank's trainer has ended, and begins to seal its slots.
+
+    After the last one no new layout is decided here: the pin ends, as a restarted daemon forgets.
+    A flush to storage would wait for ever otherwise, and with it the slots.
+    """
     lease.watch = None
     job.ended_s = time.monotonic()
+    if job.round is not None and not job.is_live:
+        job.round.is_pinned = False
     how = "closed" if lease.closed else "was refused" if lease.refused else "died"
     how += " after an exception" if lease.failed else ""
     level = logging.INFO if lease.has_ended_well else logging.WARNING

@@ -8,11 +8,13 @@ as live state, so training would write into the slot. It also casts the moments 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.state.extract.optimizers import OptimizerExtractor
+from reft.client.state.structure import OF_OPTIMIZER
 from reft.client.state.tensors import TensorIndex, device_of
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf, align, differences
@@ -35,8 +37,9 @@ def live_index(
     """
     for prefix, values in tracked.held_values().items():
         values.fit(leaves, f"{prefix}.")
+    before = _without_other_state({leaf.name for leaf in leaves}, tracked, before)
     missing = [leaf for leaf in leaves if leaf.name not in before.tensors or _was_resized(leaf, before)]
-    tensor_index = _create_missing(missing, tracked, before, buffer) if missing or not before.is_current() else before
+    tensor_index = _create_missing(missing, tracked, before, buffer) if missing else before
     lines = differences(leaves, tensor_index.layout().leaves)
     if lines:
         raise LayoutChanged(
@@ -45,6 +48,26 @@ def live_index(
             "the snapshots: reft-cli purge JOB --yes",
         )
     return tensor_index
+
+
+def _without_other_state(names: Collection[str], tracked: TrackedObjects, before: TensorIndex) -> TensorIndex:
+    """Empties optimizers that have state which the snapshot lacks; returns a current index.
+
+    The script may have loaded such state from a checkpoint of its own. All state of the snapshot is
+    made again then, as in a process whose optimizers have none.
+
+    Args:
+        names: names of the snapshot's leaves.
+        tracked: the tracked objects.
+        before: the current tensor index.
+    """
+    others = [name for name in before.tensors if name not in names and OF_OPTIMIZER.match(name)]
+    for prefix, value, extractor in tracked.items() if others else ():
+        is_torchs = isinstance(extractor, OptimizerExtractor) and isinstance(value, torch.optim.Optimizer)
+        if is_torchs and any(name.startswith(f"{prefix}.") for name in others):
+            extractor.owner(value).state.clear()
+    # an earlier try, for another version, may have emptied one, too
+    return before if before.is_current() else tracked.bind()
 
 
 def _was_resized(leaf: Leaf, before: TensorIndex) -> bool:

@@ -7,6 +7,7 @@ layout is judged:
 
     frozen parameters   the snapshot says which parameters get gradients
     added groups        by the names of their parameters, in the snapshot's order
+    tensors in groups   a learning rate that is a number in the snapshot becomes that number
 
 What names of parameters can't bring back is not tried: groups of parameters that the model does not
 have, other parameters in the groups that the script built, pruned or grown models, parameters of
@@ -137,9 +138,12 @@ def rebuild(tracked: TrackedObjects, counts: Sequence[int], tree: Mapping[str, A
             del value.param_groups[count:]  # an earlier try made them, for another version
             changes.append(f"{counted(len(earlier), 'group')} taken from {prefix}")
             names = tracked.names()
+        saved_groups = tree.get("subjects", {}).get(prefix, {}).get("groups", ())
+        if replaced := _replace_tensors(value.param_groups, saved_groups):
+            changes.append(f"{counted(replaced, 'tensor')} in groups of {prefix} replaced")
         live = _names_in(value, names)
         by_name = {named.name: named.tensor for named in names.values() if not named.name.startswith("optimizer.")}
-        missing = missing_groups(live, tree.get("subjects", {}).get(prefix, {}).get("groups", ()), by_name)
+        missing = missing_groups(live, saved_groups, by_name)
         for group in missing:
             parameters = [by_name[name] for name in group["params"]]
             value.add_param_group({"params": parameters, **from_plain(group["values"])})
@@ -147,6 +151,20 @@ def rebuild(tracked: TrackedObjects, counts: Sequence[int], tree: Mapping[str, A
             changes.append(f"{counted(len(missing), 'group')} added to {prefix}")
             names = tracked.names()
     return tuple(changes)
+
+
+def _replace_tensors(groups: Iterable[dict[str, Any]], saved: Groups) -> int:
+    """Replaces tensors in groups of which training made numbers, such as learning rates.
+
+    Returns how many these are.
+    """
+    replaced = 0
+    for group, saved_group in zip(groups, saved, strict=False):
+        values = saved_group.get("values", {})
+        for key in [key for key, each in group.items() if isinstance(each, torch.Tensor) and key in values]:
+            group[key] = from_plain(values[key])
+            replaced += 1
+    return replaced
 
 
 def missing_groups(live: Sequence[Sequence[str]], saved: Groups, known: Collection[str]) -> Groups:

@@ -367,7 +367,7 @@ class TensorIndex:
         Raises:
             UnsupportedState: the name is taken.
         """
-        identity = _identity(local)
+        identity = identity_of(local)
         if local.numel() and identity in self._seen:
             return ""
         if region is not None:
@@ -385,7 +385,7 @@ class TensorIndex:
 
     def name_of(self, local: torch.Tensor) -> str:
         """Returns the name of the leaf with this memory."""
-        return self._seen[_identity(local)]
+        return self._seen[identity_of(local)]
 
     def track_entry(self, place: Mapping[Any, Any], key: object, value: object) -> None:
         """Tracks that `place[key]` is `value` itself."""
@@ -438,7 +438,8 @@ class TensorIndex:
         return pack(self.leaves())
 
 
-def _identity(local: torch.Tensor) -> _Identity:
+def identity_of(local: torch.Tensor) -> _Identity:
+    """Returns where a plain tensor's memory lies, and in which order its elements lie there."""
     return local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride()
 
 

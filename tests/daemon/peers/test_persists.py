@@ -18,12 +18,14 @@ from reft.core.commit.version import Version
 from reft.errors import ConfigError, NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import messages
+from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.job_files import JobFiles
-from reft_daemon.jobs import rounds
+from reft_daemon.jobs import rounds, trainers
 from reft_daemon.jobs.changes import ChangeQueue
 from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import Lease
 from reft_daemon.peers import persist_run, persists
 from reft_daemon.peers.persists import PersistService
 from reft_daemon.persist import node_writer
@@ -419,6 +421,23 @@ def test_the_end_of_the_last_trainer_is_followed_by_one_flush(job, monkeypatch):
         whole(job, 4)
         await asyncio.sleep(0.05)
         assert len(storage.of("commit")) == 1, "once an epoch"
+
+    running(job, act, flushes=True)
+
+
+def test_a_flush_ends_if_all_trainers_ended_while_a_new_layout_was_decided(job, monkeypatch):
+    monkeypatch.setattr(persists, "FLUSH_AFTER_S", 0)
+    monkeypatch.setattr(persists, "HOLD_S", 0.01)
+
+    async def act(service: PersistService, storage: Storage) -> None:
+        job.leases = {0: Lease(Process(7, 70), 1, object()), 1: Lease(Process(8, 80), 1, object())}
+        whole(job, 3)
+        rounds.pin(job, pb.PinRequest(job="job", epoch=messages.epoch_to(job.epoch)))
+        trainers.note_end(job, 0, job.leases[0])
+        assert job.round.is_pinned, "the other trainer may go on"
+        trainers.note_end(job, 1, job.leases[1])
+        await reached(lambda: storage.of("commit"))
+        await reached(lambda: not service.needs(job))
 
     running(job, act, flushes=True)
 

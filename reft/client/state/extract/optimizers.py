@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,14 +34,22 @@ from reft.client.state.extract.state_forms import (
     wrappers_of,
 )
 from reft.client.state.extract.wrapping import WrappedMethod
-from reft.client.state.inner_tensors import InnerTensor, has_inner_tensors, inner_region, inner_tensors, piece_region
+from reft.client.state.inner_tensors import (
+    PLAIN_TYPES,
+    InnerTensor,
+    has_inner_tensors,
+    inner_region,
+    inner_tensors,
+    piece_region,
+)
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
-from reft.client.state.tensors import TensorIndex, device_of, is_dense, leaf_of
+from reft.client.state.tensors import TensorIndex, device_of, identity_of, is_dense, leaf_of
 from reft.core.layout.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
 
 # A tensor in a group, behind the optimizer's prefix; a parameter that no model has is none.
+ITSELF = ""  # in the place of a key: the memory of the parameter, not of its state
 GROUP_TENSOR = re.compile(r"group(\d+)\.(?!param\d+)([^/]+)", re.DOTALL)
 
 
@@ -111,12 +119,14 @@ class OptimizerExtractor:
                 named = names[id(parameter)]
                 if not named.name.startswith(("model.", "state.")):
                     _add_pieces(index, "", {named.name: parameter}, named.name, named)
+        known: list[tuple[str, str]] = []  # parameter and key of tensors whose memory has a leaf already
         for group in owner.param_groups:
             if owner is not value:
                 track_group(index, group)
             for parameter in group["params"]:
                 if (state := owner.state.get(parameter)) is not None:
-                    self._bind_state(index, prefix, names[id(parameter)], state, on_device)
+                    known += self._bind_state(index, prefix, names[id(parameter)], state, on_device)
+        _check_shared(prefix, known, owner, names)
 
     def _bind_state(
         self,
@@ -125,7 +135,8 @@ class OptimizerExtractor:
         parameter: NamedParameter,
         state: MutableMapping[str, Any],
         on_device: set[int],
-    ) -> None:
+    ) -> Iterator[tuple[str, str]]:
+        """Adds a parameter's state; yields its name and the key of each tensor of known memory."""
         _track(index, state)
         # Adagrad creates state for an empty piece. Its counter stands still, so it is no replica
         # of other ranks' state. It never changes, so it is not saved.
@@ -141,8 +152,8 @@ class OptimizerExtractor:
                 if parameter.runs and tensor.shape == parameter.local.shape:
                     _check_flat(name_prefix, parameter, keys, tensor)
                     _add_pieces(index, name_prefix, place, place_key, parameter)
-                else:
-                    _add_state(index, name_prefix, place, place_key, keys, parameter, key, on_device)
+                elif not _add_state(index, name_prefix, place, place_key, keys, parameter, key, on_device):
+                    yield parameter.name, key
 
     def predict(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> Iterable[Leaf]:
         """Returns the leaves that the first step of one of torch's own optimizers creates."""
@@ -236,7 +247,8 @@ class OptimizerExtractor:
         state = self.owner(value).state
         entries = [*itertools.chain.from_iterable(values.values() for values in state.values())]
         has_scalars = not all(isinstance(each, torch.Tensor) for each in entries)
-        shared, group_tensors = _shared_tensors(state, names), _group_tensors(value.param_groups)
+        shared = _shared_tensors(self.owner(value), names)
+        group_tensors = _group_tensors(value.param_groups)
         return _FixedState(self._class_of(value), groups, shared, group_tensors, has_scalars)
 
     def restore(
@@ -256,16 +268,13 @@ class OptimizerExtractor:
         _share_group_tensors(value.param_groups, saved.get("group_tensors", ()))
         state = self.owner(value).state
         for group, saved_group in zip(value.param_groups, saved["groups"], strict=True):
+            _forget_keys(value, group, saved_group["values"])
             group.update(from_plain(saved_group["values"]))
             for parameter in group["params"]:
                 name = names[id(parameter)].name
                 for key, each in saved["scalars"].get(name, {}).items():
                     state[parameter][key] = from_plain(with_tensors(each, state[parameter].get(key)))
-        parameter_with_state = {names[id(parameter)].name: parameter for parameter in state if id(parameter) in names}
-        parameter_of = {names[id(p)].name: p for group in self.owner(value).param_groups for p in group["params"]}
-        for name, key, first, first_key in saved.get("shared", ()):
-            if name in parameter_of and first_key in state.get(parameter_with_state.get(first), {}):
-                state[parameter_of[name]][key] = state[parameter_with_state[first]][first_key]
+        _share_tensors(self.owner(value), names, saved.get("shared", ()))
 
     def _class_of(self, value: torch.optim.Optimizer) -> str:
         kinds = [type(each) for each in dict.fromkeys((value, self.owner(value)))]
@@ -495,8 +504,11 @@ def _add_state(
     parameter: NamedParameter,
     key: str,
     on_device: set[int],
-) -> None:
+) -> bool:
     """Adds a tensor of a parameter's state, with the forms of its leaves.
+
+    Returns:
+        False if another leaf has the memory.
 
     Args:
         index: the index.
@@ -512,17 +524,16 @@ def _add_state(
     """
     value = place[place_key]
     name = "/".join((name_prefix + parameter.name, *keys))
-    for leaf, inner in index.add(name, place, place_key, value, box=state_region(parameter, value)):
+    added = index.add(name, place, place_key, value, box=state_region(parameter, value))
+    for leaf, inner in added:
         if leaf:
             expected = _is_on_host(key, tuple(inner.tensor.shape), parameter, on_device)
             is_on_host = inner.tensor.device.type == "cpu"
             on_host = None if parameter.local.device.type == "cpu" or is_on_host == expected else is_on_host
             index.forms[leaf] = _form(leaf, index.boxes.get(leaf), parameter, keys, value, inner, on_host)
         elif keys or inner.path:
-            raise UnsupportedState(
-                f"{name} shares memory with another tensor of the state, and a restore could not make it so again.",
-                "clone() it in the optimizer's step",
-            )
+            raise _shares_memory(name)
+    return all(leaf for leaf, _ in added)
 
 
 def _form(
@@ -652,23 +663,73 @@ def _share_group_tensors(groups: Sequence[MutableMapping[str, Any]], saved: Iter
         groups[g][key] = tensor
 
 
-def _shared_tensors(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> list[list[str]]:
-    """Returns which tensors of the state occur again.
+def _shared_tensors(owner: torch.optim.Optimizer, names: ParameterNames) -> list[list[str]]:
+    """Returns which tensors of the state have the memory of a parameter, or occur again.
 
-    Each entry is (parameter, key, first parameter that has the tensor, key there). Such tensors are
-    leaves under their first name only. Example: the code tables that bitsandbytes gives to all
-    parameters.
+    Each entry is (parameter, key, first parameter that has the memory, key there, or ITSELF). Such
+    memory is a leaf under its first name only. Examples: the code tables that bitsandbytes gives to
+    all parameters; `p.detach().float()` as the master of a parameter that is float32 already.
     """
-    first: dict[int, list[str]] = {}
+    first: dict[Hashable, list[str]] = {}
+    for named in names.values():
+        first.setdefault(_memory(named.local), [named.name, ITSELF])
     repeated = []
-    for parameter, values in state.items():
-        for key, each in values.items():
-            if isinstance(each, torch.Tensor) and id(parameter) in names:
+    for parameter in (each for group in owner.param_groups for each in group["params"]):
+        for key, each in owner.state.get(parameter, {}).items():
+            if isinstance(each, torch.Tensor):
                 place = [names[id(parameter)].name, key]
-                before = first.setdefault(id(each), place)
+                before = first.setdefault(_memory(each), place)
                 if before is not place:
                     repeated.append([*place, *before])
     return repeated
+
+
+def _memory(tensor: torch.Tensor) -> Hashable:
+    """Returns what tells the tensor's memory from that of others."""
+    local, _ = local_piece("a tensor of the state", tensor)
+    return identity_of(local) if type(local) in PLAIN_TYPES and local.numel() else id(tensor)
+
+
+def _check_shared(
+    prefix: str, known: Sequence[tuple[str, str]], owner: torch.optim.Optimizer, names: ParameterNames
+) -> None:
+    """Refuses tensors that are no leaves, and that `_share_tensors` could not make again.
+
+    Args:
+        prefix: of the optimizer.
+        known: parameter and key of each tensor whose memory has a leaf already.
+        owner: the optimizer with the state.
+        names: of all parameters.
+
+    Raises:
+        UnsupportedState: the memory is that of a buffer, or of another optimizer's state.
+    """
+    shared = {(name, key) for name, key, _, _ in _shared_tensors(owner, names)} if known else set()
+    for name, key in known:
+        if (name, key) not in shared:
+            raise _shares_memory(f"{prefix}.{key}.{name}")
+
+
+def _shares_memory(name: str) -> UnsupportedState:
+    return UnsupportedState(
+        f"{name} shares memory with another tensor of the state, and a restore could not make it so again.",
+        "clone() it in the optimizer's step",
+    )
+
+
+def _share_tensors(owner: torch.optim.Optimizer, names: ParameterNames, saved: Iterable[Sequence[str]]) -> None:
+    """Puts tensors into all places that had the same memory; reverses `_shared_tensors`."""
+    live = {named.name: named for named in names.values()}
+    held = {names[id(p)].name for group in owner.param_groups for p in group["params"]}
+    for name, key, first, first_key in saved:
+        if name not in held or first not in live:
+            continue
+        source = live[first]
+        if first_key == ITSELF:
+            whole = source.tensor if isinstance(source.tensor, DTensor) else source.local
+            owner.state[live[name].tensor][key] = whole.detach()
+        elif first_key in owner.state.get(source.tensor, {}):
+            owner.state[live[name].tensor][key] = owner.state[source.tensor][first_key]
 
 
 def _scalars(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> dict[str, dict[str, Any]]:
@@ -685,6 +746,16 @@ def _scalars(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNa
         for key, values in state.items()
     )
     return {names[id(key)].name: values for key, values in plain if values and id(key) in names}
+
+
+def _forget_keys(optimizer: torch.optim.Optimizer, group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Removes what training had removed from a group.
+
+    Settings of the optimizer stay, since an older torch has fewer.
+    """
+    for key in [*group]:
+        if key not in saved and key not in optimizer.defaults and key != "params" and not has_tensors(group[key]):
+            del group[key]
 
 
 def _plain_values(values: Mapping[str, Any], without: str = "") -> dict[str, Any]:
