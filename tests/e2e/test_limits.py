@@ -77,6 +77,33 @@ def test_slots_are_memfds_in_dockers_64_mib_of_shm(undisturbed):
             daemon.close()
 
 
+@needs_root
+def test_a_step_in_a_memfd_beside_slots_in_the_folder_is_held_after_a_restart_of_the_daemon():
+    """The folder has room for three slots. A later run asks for a fourth one, which is a memfd."""
+    with small_tmpfs("100m") as folder:
+        daemon = DaemonProcess(folder=folder)
+        try:
+            trainers = Trainers(Spec(daemon.address, options={**WIDE, "slots": 3, "pause_at": [2]}))
+            trainers.wait_for(2)
+            trainers.kill()
+            marks = range(4, 13)  # each of the four slots is written
+            options = {**WIDE, "slots": 4, "pause_at": [4, 12], "seal_at": [*marks]}
+            trainers = Trainers(Spec(daemon.address, options=options, steps=14))
+            trainers.wait_for(4)
+            assert daemon.status("job").backing == "memfd"
+            assert len(list((folder / "job").glob("rank-*"))) == 3
+            daemon.kill()
+            daemon.start()
+            trainers.let_go(4)
+            trainers.wait_for(12)
+            rank = daemon.status("job").ranks[0]
+            assert rank.slots == 4
+            until(lambda: (now := daemon.status("job")).whole == now.ranks[0].sealed.step, what="a step that is held")
+            trainers.kill()
+        finally:
+            daemon.close()
+
+
 def memory_cgroup() -> tuple[Path, str]:
     """Returns a new memory cgroup, and the name of the file with its limit."""
     name = f"reft-test-{os.getpid()}"  # other test runs have theirs

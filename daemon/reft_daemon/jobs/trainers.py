@@ -132,8 +132,11 @@ async def seal_landed(job: JobRecord, rank: int) -> None:
 
 
 def take_back(job: JobRecord, slot: SlotFile) -> None:
-    """Takes a memfd that a trainer returned after this daemon's restart."""
-    if slot.name in job.slots.current or slot.name in job.slots.records:
+    """Takes a memfd that a trainer returned after this daemon's restart.
+
+    A trainer that can't tell a restart from a long silence returns all its memfds.
+    """
+    if slot.name in job.slots.files:
         job.arena.free(slot)
         return
     job.slots.add([slot])

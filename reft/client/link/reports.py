@@ -72,7 +72,8 @@ class Reporter:
 
     Attributes:
         news: the number of replies and of calls of `wake`.
-        reply: the newest reply. Who gives back missing slots sets `slots_missing` to False.
+        reply: the newest reply. `slots_missing` stays until somebody who gives back slots sets it
+            to False.
         error: why the last report failed; None if it was answered.
         requested_every: requested snapshot interval, sent with each report; see
             `reft.core.commit.snapshot_interval`.
@@ -224,9 +225,12 @@ class Reporter:
             self._apply(reply.report)
 
     def _apply(self, reply: pb.ReportReply) -> None:
+        is_missing = reply.slots_missing or self.reply.slots_missing
         if self.error is not None and not self.is_stale:
             log.warning("the daemon answers again: snapshots go on.")
-            self.error = None
+            # A restarted daemon does not know which memfds it lacks beside the slots that it has.
+            self.error, is_missing = None, True
+        reply.slots_missing = is_missing
         self.reply = reply
         self._outcome = self._outcome.merge(messages.outcome_from(reply))
         self._undecided.settle(self._outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
@@ -110,7 +111,7 @@ class SlotLeases:
         """Maps the slots of a reply that are not mapped yet."""
         known = {slot.name for slot in mapped}
         names = [slot.name for slot in reply.slots if slot.name not in known]
-        return self.take(names, keeps=reply.backing == "memfd", first=len(mapped)) if names else []
+        return self.take(names, first=len(mapped)) if names else []
 
     def _ready(self, slots: list[MappedSlot]) -> list[MappedSlot]:
         """Touches and pins the pages of slots, and returns the slots."""
@@ -125,7 +126,8 @@ class SlotLeases:
 
         Args:
             names: names of the slots in the daemon's arena.
-            keeps: whether the descriptors stay open until the slots are closed.
+            keeps: whether the descriptors stay open until the slots are closed; those of memfds do
+                in any case, since a restarted daemon needs them back.
             first: index of the first of them among this rank's slots.
 
         Raises:
@@ -136,7 +138,8 @@ class SlotLeases:
         slots, rest = list[MappedSlot](), iter(descriptors)
         try:
             for index, (name, descriptor) in enumerate(zip(names, rest, strict=True), first):
-                slots.append(MappedSlot.open(index, name, descriptor, os.fstat(descriptor).st_size, keeps))
+                stays = keeps or is_memfd(descriptor)
+                slots.append(MappedSlot.open(index, name, descriptor, os.fstat(descriptor).st_size, stays))
         except BaseException:
             # An open descriptor keeps the memory of a slot that the daemon takes for freed.
             for slot in slots:
@@ -166,16 +169,22 @@ class SlotLeases:
         return MappedSlot(0, name, descriptor, slot)
 
     def give_back(self, slots: list[MappedSlot]) -> None:
-        """Passes the memfds of this process back to a restarted daemon."""
+        """Passes the memfds of this process back to a restarted daemon.
+
+        Raises:
+            AttachError: the daemon does not take them all.
+        """
         memfd_slots = [slot for slot in slots if slot.descriptor >= 0]
-        request = pb.SlotsRequest(
-            job=self.job,
-            epoch=messages.epoch_to(self.epoch),
-            rank=self.rank,
-            returned=[slot.name for slot in memfd_slots],
-        )
-        descriptors = [slot.descriptor for slot in memfd_slots]
-        local_socket.ask_slots(self.socket_path, request, descriptors, self.settings.rpc_deadline_s)
+        for first in range(0, len(memfd_slots), local_socket.DESCRIPTORS_MAX):
+            some = memfd_slots[first : first + local_socket.DESCRIPTORS_MAX]
+            request = pb.SlotsRequest(
+                job=self.job,
+                epoch=messages.epoch_to(self.epoch),
+                rank=self.rank,
+                returned=[slot.name for slot in some],
+            )
+            descriptors = [slot.descriptor for slot in some]
+            local_socket.ask_slots(self.socket_path, request, descriptors, self.settings.rpc_deadline_s)
 
     def release(self, is_refused: bool = False) -> None:
         """Ends the registration of this process.
@@ -204,6 +213,14 @@ class SlotLeases:
     def _rpc(self, method: str, request: object, nbytes: int) -> Any:
         deadline_s = self.settings.attach_deadline_s + nbytes / ALLOCATION_BYTES_PER_S
         return self.calls.call(self.address, method, request, deadline_s)
+
+
+def is_memfd(descriptor: int) -> bool:
+    """Whether a slot's file is a memfd. One job may have such slots beside files of a tmpfs."""
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # a file system that knows no seals
+        return False
 
 
 def capacities(data_bytes: int, table_bytes: int) -> tuple[int, int]:

@@ -162,18 +162,27 @@ class SnapshotThread:
         """Passes memory to a restarted daemon, in a thread of its own.
 
         The daemon may be slow, and the fence of the next snapshot waits for the snapshot thread.
-        While it goes on nothing begins: the next reply says again if slots are missing.
+        While it goes on nothing begins. After a failure the next mark tries again.
         """
         if self._returning is None or not self._returning.is_alive():
-            self._returning = threading.Thread(target=self.give_back_now, name="reft-return", daemon=True)
+            self._returning = threading.Thread(target=self._give_back_or_again, name="reft-return", daemon=True)
             self._returning.start()
 
-    def give_back_now(self) -> None:
-        """Does so in the calling thread: the snapshot thread may wait for a slot of this memory."""
+    def _give_back_or_again(self) -> None:
+        if not self.give_back_now():
+            self._reporter.reply.slots_missing = True
+
+    def give_back_now(self) -> bool:
+        """Does so in the calling thread: the snapshot thread may wait for a slot of this memory.
+
+        Returns whether the daemon has the memory.
+        """
         try:
             self._slots.give_back()
         except Exception as error:
             self._note_trouble(f"the daemon was restarted, and could not be given the memory of its slots: {error}")
+            return False
+        return True
 
     def idle(self) -> Future[None]:
         """Returns a future that is done once all work of before is done."""

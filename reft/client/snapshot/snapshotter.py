@@ -211,11 +211,13 @@ class Snapshotter:
         if self.round.is_discarded(step) or self.is_held:
             return False
         end = time.monotonic() + deadline_s
-        is_whole = self.reporter.wait(step, deadline_s)
+        is_whole, is_given = self.reporter.wait(step, deadline_s), True
         while self.reporter.reply.slots_missing and time.monotonic() < end:
             self.reporter.reply.slots_missing = False
-            self.thread.give_back_now()
+            is_given = self.thread.give_back_now()
             is_whole = self.reporter.wait(step, max(end - time.monotonic(), 0))
+        if not is_given:
+            self.reporter.reply.slots_missing = True  # the next mark tries again
         return is_whole
 
     def cadence_facts(self, step: int) -> CadenceFacts:
@@ -270,6 +272,7 @@ class Snapshotter:
 
     def resume(self) -> None:
         """Lets snapshots begin again: the new layout was given up."""
+        self.reporter.reply.slots_missing = True  # the daemon may have been restarted meanwhile
         with self._begin_lock:
             self.is_held = False
         if self.recorder is not None:

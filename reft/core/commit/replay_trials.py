@@ -54,7 +54,8 @@ RECOMPUTED_MIN = 15  # of them
 class ReplayMeter:
     """How many of a lane's first turns were recomputed, and what that took.
 
-    Under protect="auto" they decide whether the lane goes on to be recomputed.
+    Under protect="auto" they decide whether the lane goes on to be recomputed. Later turns are not
+    counted: there may be a million.
 
     Attributes:
         turns: turns that were counted.
@@ -70,6 +71,8 @@ class ReplayMeter:
 
     def exchanged(self, step: int, now_s: float) -> ReplayMeter:
         """Returns the meter after a turn that the exchange makes."""
+        if self.is_over:
+            return self
         began = self.began if self.turns else (step, now_s)
         return replace(self, turns=self.turns + 1, began=began, ended=(step, now_s))
 
@@ -83,6 +86,8 @@ class ReplayMeter:
             cpu_s: CPU seconds of the replay.
             took_s: seconds of the replay.
         """
+        if self.is_over:
+            return self
         return replace(self.exchanged(step, now_s), costs=(*self.costs, (cpu_s / marks, took_s / marks)))
 
     @property

@@ -154,6 +154,29 @@ def test_a_restarted_daemon_gets_the_report_again(reporter, played, caplog):
     assert "answers again" in caplog.text
 
 
+def test_memfds_are_given_back_to_each_daemon_that_answers_again(reporter, played):
+    """A restarted daemon does not know of memfds beside the slots that it has."""
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say(whole=1)
+    until(lambda: reporter.pins.whole == 1, what="the first reply")
+    assert not reporter.reply.slots_missing
+    played.end()
+    until(lambda: reporter.error is not None, what="the end of the connection")
+    for step in (2, 3):  # a later reply does not undo what nobody has done yet
+        reporter.answer(step, SEALED)
+        played.next()
+        played.say(whole=step, slots_missing=False)
+        until(lambda step=step: reporter.pins.whole == step, what="the reply")
+        assert reporter.reply.slots_missing
+    reporter.reply.slots_missing = False
+    reporter.answer(4, SEALED)
+    played.next()
+    played.say(whole=4)
+    until(lambda: reporter.pins.whole == 4, what="the reply")
+    assert not reporter.reply.slots_missing
+
+
 def test_sealed_steps_are_reported_after_a_long_absence_of_the_daemon(tmp_path):
     reporter = Reporter(ReporterFacts("unix:/none", str(tmp_path / "local"), "job", EPOCH, 0, 20.0), Failpoints())
     for step in range(1, 200):

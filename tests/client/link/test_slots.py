@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import resource
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,37 @@ def test_a_descriptor_is_kept_only_with_keeps(descriptor, keeps):
         os.fstat(descriptor)
 
 
+def leases() -> SlotLeases:
+    calls: Any = None
+    return SlotLeases("unix:/d", "/s", "job", Epoch(1, bytes(16)), 0, Config(), False, None, calls)
+
+
+def test_descriptors_of_memfds_are_kept_also_beside_slots_in_files(tmp_path, monkeypatch):
+    """A restarted daemon needs them back. Of a file it has one itself."""
+    descriptors = [os.memfd_create("slot", os.MFD_ALLOW_SEALING), os.open(tmp_path / "slot", os.O_RDWR | os.O_CREAT)]
+    for each in descriptors:
+        os.posix_fallocate(each, 0, MANY.file_bytes)
+        SlotMap.create(np.frombuffer(mmap.mmap(each, MANY.file_bytes), np.uint8), MANY, "job", 0)
+    fcntl.fcntl(descriptors[0], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    monkeypatch.setattr(local_socket, "ask_slots", lambda *_: list(descriptors))
+    memfd, file = leases().take(["a", "b"])
+    assert (memfd.descriptor, file.descriptor) == (descriptors[0], -1)
+    assert is_open(descriptors[0]) and not is_open(descriptors[1])
+    memfd.close()
+
+
+def test_more_memfds_than_one_message_holds_are_given_back_in_several(monkeypatch):
+    asked: list[tuple[list[str], list[int]]] = []
+    monkeypatch.setattr(
+        local_socket, "ask_slots", lambda _, request, give, __: asked.append((list(request.returned), list(give)))
+    )
+    count = local_socket.DESCRIPTORS_MAX + 3
+    slots: list[Any] = [SimpleNamespace(name=f"slot-{i}", descriptor=i) for i in range(count)]
+    leases().give_back([*slots, SimpleNamespace(name="file", descriptor=-1)])
+    assert [len(give) for _, give in asked] == [local_socket.DESCRIPTORS_MAX, 3]
+    assert [name for names, _ in asked for name in names] == [slot.name for slot in slots]
+
+
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_left_slot_stays_until_its_last_user_goes(descriptor, is_closed):
     slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps=True)
@@ -97,8 +130,6 @@ def test_a_damaged_slot_leaves_no_descriptor_open(descriptor, nbytes, keeps, mon
     os.ftruncate(damaged, nbytes)
     descriptors = [descriptor, damaged, os.dup(descriptor)]
     monkeypatch.setattr(local_socket, "ask_slots", lambda *_: descriptors)
-    calls: Any = None
-    leases = SlotLeases("unix:/d", "/s", "job", Epoch(1, bytes(16)), 0, Config(), False, None, calls)
     with pytest.raises(FormatError):
-        leases.take(["a", "b", "c"], keeps)
+        leases().take(["a", "b", "c"], keeps)
     assert not any(map(is_open, descriptors))

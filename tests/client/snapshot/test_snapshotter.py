@@ -413,6 +413,10 @@ def test_memory_that_a_restarted_daemon_refuses_is_logged(rank, caplog):
     with caplog.at_level(logging.WARNING, "reft"):
         rank.take(1)
         until(lambda: text in caplog.text, what="the warning")
+    until(lambda: rank.reporter.reply.slots_missing, what="another try at the next mark")
+    rank.reporter.wait = lambda step, deadline_s: False
+    rank.snapshots.wait(2, 0.2)
+    assert rank.reporter.reply.slots_missing
 
 
 def test_a_daemon_that_is_slow_to_take_memory_back_holds_up_no_snapshot(rank):

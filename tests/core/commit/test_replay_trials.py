@@ -69,3 +69,8 @@ def test_one_slow_replay_decides_nothing():
     for step in range(2, JUDGED_TURNS + 1):
         meter = meter.replayed(step, 50.0 + step, 1, 0.1, 0.2)
     assert meter.is_over and meter.refusal == ""
+
+
+def test_turns_after_the_first_ones_take_no_memory():
+    meter = metered(JUDGED_TURNS)
+    assert metered(3 * JUDGED_TURNS) == meter == metered(3 * JUDGED_TURNS, 2 * JUDGED_TURNS)

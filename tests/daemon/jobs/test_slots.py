@@ -23,6 +23,7 @@ from reft_daemon.jobs.leases import caller_process
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import CHUNK, Code, Job, data_of, refused, registry_of, slot_path, write
+from tests.support.limits import cramped_daemon
 from tests.support.trainer_forks import Trainer
 
 EMPTY, WRITING, LANDED, SEALED = SlotState
@@ -418,6 +419,42 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
     until(lambda: job.headers()[names[0]] == (SEALED, 1), what="the seal of a returned memfd")
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def test_memfds_beside_slots_in_the_folder_come_back(trainer):
+    """A tmpfs may be full at a later lease. After a restart the daemon has the other slots alone."""
+    with cramped_daemon("8m") as daemon:
+        job = Job([(daemon, [0])]).decide()
+        names = job.lease(0, trainer, slots=1, data_bytes=4 << 20)
+        more = job.lease(0, trainer, slots=2, data_bytes=4 << 20)
+        assert more[:1] == names and daemon.status("job").backing == "memfd"
+        (memfd,) = job.descriptors(0, more[1:])
+        daemon.kill()
+        daemon.start()
+        assert list(job.headers()) == names and not job.report(0, {}).slots_missing
+        request = pb.SlotsRequest(job="job", epoch=job.epoch, rank=0, returned=more[1:])
+        for _ in range(2):  # a repeated call changes nothing
+            local_socket.ask_slots(job.local_socket(), request, [memfd], 5)
+        assert list(job.headers()) == more
+        os.close(memfd)
+
+
+def test_a_memfd_that_larger_ones_replaced_is_not_leased_again_when_it_comes_back(cramped, trainer):
+    """A trainer returns all its memfds, also to a daemon that was silent and not restarted."""
+    job = Job([(cramped, [0])]).decide()
+    names = job.lease(0, trainer, slots=1)
+    (memfd,) = job.descriptors(0, names)
+    (slot,) = job.maps(0, names)
+    write(slot, job.version(1))
+    larger = job.lease(0, trainer, slots=1, data_bytes=1 << 20)
+    assert larger != names and set(job.headers()) == {*names, *larger}
+    before = cramped.call("Status", pb.StatusRequest())
+    request = pb.SlotsRequest(job="job", epoch=job.epoch, rank=0, returned=names)
+    local_socket.ask_slots(job.local_socket(), request, [memfd], 5)
+    after = cramped.call("Status", pb.StatusRequest())
+    assert after.jobs[0].ranks[0].slots == before.jobs[0].ranks[0].slots == 1
+    assert after.held_bytes == before.held_bytes
+    os.close(memfd)
 
 
 # The end
