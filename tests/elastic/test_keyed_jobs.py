@@ -187,7 +187,8 @@ def test_a_forged_or_an_older_round_disturbs_nobody(job, what):
     until(lambda: "It is refused" in job.agents.story(), 30, "a line about the refusal")
 
 
-@pytest.mark.parametrize("key", [KEY + "!", ""])
+# The ids, too, must not tell the key: pytest puts them into the environment of all processes.
+@pytest.mark.parametrize("key", [KEY + "!", ""], ids=["another", "none"])
 def test_an_agent_with_another_key_or_without_one_is_refused(job, key):
     name, workers = f"stranger{len(key)}", job.workers()
     agent = job.start(name, 0, **({"REFT_JOB_KEY": key} if key else {}))
