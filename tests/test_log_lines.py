@@ -116,7 +116,7 @@ def test_every_program_of_the_daemon_logs_this_way():
 
 def test_a_process_without_a_file_logs_escaped_lines_to_stderr():
     code = "import logging; from reft.log_lines import begin_log; begin_log(); logging.warning('%s', 'a\\n\\x1b[2J')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     assert done.stderr.endswith("WARNING root a\\n\\x1b[2J\n")
 
 

@@ -293,7 +293,7 @@ def test_characters_that_the_terminal_lacks_are_replaced(daemon):
     paths = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     environment = {**os.environ, "PYTHONPATH": paths, "REFT_DAEMON": daemon.address, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([sys.executable, "-m", "reft.cli.main", "status"], capture_output=True, env=environment,
-                          timeout=60, check=False)  # fmt: skip
+                          timeout=250, check=False)  # fmt: skip
     assert done.returncode == 0 and b"empty  ?, 1 rank" in done.stdout
 
 
@@ -304,5 +304,5 @@ def test_a_write_error_is_one_line(daemon, arguments, unbuffered):
     environment = {**os.environ, "PYTHONPATH": paths, "REFT_DAEMON": daemon.address, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-m", "reft.cli.main", *arguments], stdout=full, stderr=subprocess.PIPE,
-                              env=environment, text=True, timeout=60, check=False)  # fmt: skip
+                              env=environment, text=True, timeout=250, check=False)  # fmt: skip
     assert done.returncode == 1 and "No space left" in done.stderr and done.stderr.count("\n") == 1

@@ -164,6 +164,6 @@ def test_the_comparison_fails_when_one_tensor_is_altered(results):
 def test_a_signal_ends_the_demo_and_nothing_is_left(demo, number, code):
     until(lambda: len(demo.descendants("reft.demo.train")) >= 4, 120, "the trainers' start")
     demo.process.send_signal(number)
-    demo.process.communicate(timeout=100)
+    demo.process.communicate(timeout=250)
     assert demo.process.returncode == code
     until(lambda: not demo.leftovers(), what="that nothing is left")

@@ -126,7 +126,7 @@ def test_a_requeued_slurm_job_goes_on_from_storage(slurm, tmp_path):
     for steps, said in ((20, "nothing held, starting fresh"), (30, "GOES ON FROM STORAGE: step 20 (epoch 1)")):
         done = subprocess.run(
             ["bash", DEPLOY / "train.sbatch", ROOT / "examples/ddp.py", "--steps", str(steps)],
-            env=slurm, capture_output=True, text=True, timeout=110, cwd=ROOT, check=False,
+            env=slurm, capture_output=True, text=True, timeout=250, cwd=ROOT, check=False,
         )  # fmt: skip
         assert done.returncode == 0 and said in done.stderr, done.stderr
         until(lambda: not living_processes(slurm), what="the end of all processes")

@@ -44,7 +44,7 @@ def started(daemon: DaemonProcess, *command: str, **changes: str) -> subprocess.
 def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     with process:
         try:
-            output, errors = process.communicate(timeout=120)
+            output, errors = process.communicate(timeout=250)
         except BaseException:
             process.kill()
             raise

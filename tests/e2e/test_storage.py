@@ -306,7 +306,7 @@ def test_torchrun_again_goes_on_from_storage(site: Site, storage: Path) -> None:
         environment = {**os.environ, "REFT_DAEMON": daemon.address, "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
         return subprocess.run(
             [*command, str(SCRIPT), *arguments],
-            capture_output=True, text=True, env=environment, timeout=120, check=False,
+            capture_output=True, text=True, env=environment, timeout=250, check=False,
         )  # fmt: skip
 
     (daemon,) = site.add(1, "--persist", str(storage))

@@ -29,7 +29,7 @@ dist.barrier()
 def torchrun(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *flags, str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "REFT_RUNTIME_DIR": str(script.parent)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
 
 
 @pytest.mark.slow  # the second restart below, and that of forked workers, are quick cases

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from tests.support.rendezvous import Agent, Agents
 KEY = "the key of this job, which nobody else may see"
 QUICK = "last_call_timeout=1,close_timeout=5,keep_alive_interval=2,store_idle_exit=10"
 STATE = "torch.rendezvous.id.job"
-STEPS = 100_000  # more than the job gets to: the last test ends it
+STEPS = 100_000  # more than the job gets to: a test ends it
 
 
 class KeyedJob:
@@ -95,9 +95,22 @@ class KeyedJob:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    with closing(KeyedJob(tmp_path_factory.mktemp("keyed"))) as job:
+def living(tmp_path_factory):
+    """Yields a function that returns the job of all tests, and another one after its end."""
+    with ExitStack() as stack:
+        made: list[KeyedJob] = []
+
+        def job() -> KeyedJob:
+            if not made or any(agent.poll() is not None for agent in made[-1].agents.agents[:2]):
+                made.append(stack.enter_context(closing(KeyedJob(tmp_path_factory.mktemp("keyed")))))
+            return made[-1]
+
         yield job
+
+
+@pytest.fixture
+def job(living):
+    return living()
 
 
 def secrets_of(job: KeyedJob) -> list[bytes]:
@@ -174,7 +187,8 @@ def test_a_forged_or_an_older_round_disturbs_nobody(job, what):
     until(lambda: "It is refused" in job.agents.story(), 30, "a line about the refusal")
 
 
-@pytest.mark.parametrize("key", [KEY + "!", ""])
+# The ids, too, must not tell the key: pytest puts them into the environment of all processes.
+@pytest.mark.parametrize("key", [KEY + "!", ""], ids=["another", "none"])
 def test_an_agent_with_another_key_or_without_one_is_refused(job, key):
     name, workers = f"stranger{len(key)}", job.workers()
     agent = job.start(name, 0, **({"REFT_JOB_KEY": key} if key else {}))
@@ -186,7 +200,7 @@ def test_an_agent_with_another_key_or_without_one_is_refused(job, key):
 
 
 def test_a_killed_worker_is_restored_with_the_same_token(job):
-    """This test is the last one: it ends the job."""
+    """This test ends the job."""
     token = job.token()
     assert token == JobKey(KEY.encode()).job_token("job")
     os.kill(min(job.workers()), signal.SIGKILL)

@@ -340,7 +340,7 @@ def test_torchruns_workers_are_forked_killed_and_forked_again(tmp_path):
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "REFT_RUNTIME_DIR": str(tmp_path)}
     agent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    _, said = agent.communicate(timeout=110)
+    _, said = agent.communicate(timeout=250)
     assert agent.returncode == 0, said[-3000:]
     assert "exitcode: -9" in said and "started cold" not in said
     lines = {line for out in tmp_path.glob("**/stdout.log") for line in out.read_text().splitlines()}

@@ -117,7 +117,7 @@ def test_the_bench_of_a_restore_runs(cases, names, tmp_path):
     """All ways bring back every byte; whether goals are met is not tested."""
     target = tmp_path / "figures.json"
     command = [sys.executable, str(ROOT / "bench" / "restore.py"), "--quick", "--cases", cases, f"--json={target}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert target.exists(), done.stdout + done.stderr
     details = json.loads(target.read_text())["details"]
     assert list(details) == names and result.read(target).rows

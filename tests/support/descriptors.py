@@ -1,4 +1,4 @@
-"""Looks for descriptors that a test leaves open in its own process."""
+"""Looks at open descriptors, such as those that a test leaves open in its own process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import os
 from tests.support.daemons import until
 
 
-def own_descriptors() -> set[tuple[str, str]]:
-    """Returns number and target of each open descriptor of this process."""
+def descriptors_of(pid: int) -> set[tuple[str, str]]:
+    """Returns number and target of each open descriptor of a process."""
     found = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed them, or one of another thread
-            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them, or one that was closed meanwhile
+            found.add((number, os.readlink(f"/proc/{pid}/fd/{number}")))
     return found
+
+
+def own_descriptors() -> set[tuple[str, str]]:
+    return descriptors_of(os.getpid())
 
 
 def await_closed(before: set[tuple[str, str]]) -> None:

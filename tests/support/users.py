@@ -48,4 +48,4 @@ def execute(user: int, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     base = {"HOME": "/proc", "PATH": os.environ["PATH"], "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [*as_user(user), "-c", ATTACH]
-    return subprocess.run(command, env={**base, **environment}, capture_output=True, text=True, timeout=120, cwd="/")
+    return subprocess.run(command, env={**base, **environment}, capture_output=True, text=True, timeout=250, cwd="/")

@@ -36,7 +36,7 @@ def rehearse(tmp_path, monkeypatch):
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         process = start(*arguments)
-        output, errors = process.communicate(timeout=110)
+        output, errors = process.communicate(timeout=250)
         return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
     run.start, run.temporary = start, temporary

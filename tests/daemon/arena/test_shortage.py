@@ -38,7 +38,7 @@ from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
 from reft_daemon.server import socket_keeper
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.daemons import DaemonProcess
-from tests.support.descriptors import await_closed, own_descriptors
+from tests.support.descriptors import await_closed, descriptors_of, own_descriptors
 from tests.support.jobs import Code, Job, decide_now, epoch_of, refused, registry_of
 from tests.support.trainer_forks import Trainer
 
@@ -97,14 +97,16 @@ def test_a_failed_watch_keeps_no_descriptor(monkeypatch):
 
 
 def test_a_lack_of_descriptors_is_an_error_that_may_be_retried(daemon, trainer):
-    job = Job([(daemon, [0])]).decide()
     pid = daemon.process.pid
+    first = descriptors_of(pid)
+    job = Job([(daemon, [0])]).decide()
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     request = job.lease_request(0, slots=0, data_bytes=0, table_bytes=0)
     with rpc.channel(daemon.address) as channel:
         stub = pb_grpc.DaemonStub(channel)
         stub.Status(pb.StatusRequest(), timeout=10)  # the connection is open now
-        taken = {int(each) for each in os.listdir(f"/proc/{pid}/fd")}
+        # Those that stay: earlier connections may just be closing theirs.
+        taken = {int(number) for number, _ in first & descriptors_of(pid)}
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(len(taken) + 1)) - taken), limits[1]))
         with refused(Code.INTERNAL, "Too many open files"):
             stub.Lease(request, timeout=10)

@@ -120,7 +120,7 @@ def check_flood(flooded: Flooded, kind: str, seconds: float, capsys: pytest.Capt
         peer_s, began = time.monotonic() - began, time.monotonic()
         assert attaches(daemon, re.sub(r"\W", "-", kind))
         attach_s, rounds.in_time = time.monotonic() - began, flooder.poll() is None
-        output, _ = flooder.communicate(timeout=seconds + 30)
+        output, _ = flooder.communicate(timeout=seconds + 120)
     finally:
         rounds.end()
         flooder.kill()
@@ -189,7 +189,7 @@ def test_a_daemon_that_restarts_in_a_flood_goes_on_with_its_jobs(site):
         daemons[0].kill()
         daemons[0].start()
         rounds = Rounds(job)
-        output, _ = flooder.communicate(timeout=SHORT_S + 30)
+        output, _ = flooder.communicate(timeout=SHORT_S + 120)
         until(lambda: rounds.made or rounds.errors, what="a round")  # the start may take as long as the flood
         rounds.end()
     finally:

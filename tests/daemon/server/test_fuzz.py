@@ -98,7 +98,7 @@ def check_fuzz(
     descriptors = descriptors_of(daemon)
     fuzzer = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        output, _ = fuzzer.communicate(target.to_json(), timeout=seconds + 30)
+        output, _ = fuzzer.communicate(target.to_json(), timeout=seconds + 120)
     finally:
         fuzzer.kill()
         fuzzer.wait()
