@@ -148,6 +148,21 @@ def test_state_without_names_is_refused(attach, state):
     assert refused.value.hint == 'state={"lr": schedule}'
 
 
+def test_a_wrapper_around_an_optimizer_is_refused_and_its_optimizer_named(attach):
+    model, optimizer = make()
+    scheduled = type("ScheduledOptim", (), {})()
+    with pytest.raises(errors.ConfigError, match="optimizer is a ScheduledOptim; it must be") as refused:
+        attach(model, scheduled)
+    assert refused.value.hint == ""
+    scheduled._optimizer, scheduled.n = optimizer, 0
+    with pytest.raises(errors.ConfigError) as refused:
+        attach(model, scheduled)
+    assert (
+        refused.value.hint
+        == "pass its ._optimizer; if the ScheduledOptim keeps values of its own, hold these in state="
+    )
+
+
 def test_meta_and_sparse_tensors_are_refused_by_name(attach):
     with pytest.raises(errors.UnsupportedState, match=r"model\.0\.weight lies on device meta"):
         attach(nn.Linear(2, 2, device="meta"), make()[1])
