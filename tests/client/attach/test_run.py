@@ -148,6 +148,19 @@ def test_state_without_names_is_refused(attach, state):
     assert refused.value.hint == 'state={"lr": schedule}'
 
 
+def test_what_new_users_pass_in_the_wrong_place_is_refused_with_the_right_place(attach):
+    model, optimizer = make()
+    with pytest.raises(errors.ConfigError) as refused:
+        attach(model, optimizer, state={"best": 1e9})
+    assert refused.value.hint == 'loop = reft.Values(best=...), state={"loop": loop}, and use loop.best in the loop'
+    with pytest.raises(errors.ConfigError) as refused:
+        attach(model, optimizer, state={"data": torch.utils.data.DataLoader(range(4))})
+    assert refused.value.hint.endswith("for a data loader, reft.ResumableLoader(loader), and iterate that")
+    with pytest.raises(errors.ConfigError) as refused:
+        attach(model, optimizer, schedule=torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    assert refused.value.hint.endswith('a learning rate scheduler goes into state={"lr": schedule}')
+
+
 def test_a_wrapper_around_an_optimizer_is_refused_and_its_optimizer_named(attach):
     model, optimizer = make()
     scheduled = type("ScheduledOptim", (), {})()
