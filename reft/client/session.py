@@ -117,8 +117,9 @@ class Session:
     def step_end(self) -> None:
         """Marks the end of an iteration.
 
-        The snapshot may read the state until the next optimizer step. Within the capture of a CUDA
-        graph nothing is counted: that work trains nothing yet.
+        Call it last in the body of the loop: a restart from this mark does not run what follows it
+        there. The snapshot may read the state until the next optimizer step. Within the capture of
+        a CUDA graph nothing is counted: that work trains nothing yet.
 
         Raises:
             UnsupportedState: at the first mark, if `reft.Values` have a value that can't be held.

@@ -66,7 +66,8 @@ class AttachArguments:
             if extractor is None or "optimizer" not in extractor.roles:
                 raise ConfigError(
                     f"optimizer is a {type(value).__name__}; it must be a torch.optim.Optimizer, or a kind that was passed to "
-                    "reft.client.register_extractor."
+                    "reft.client.register_extractor.",
+                    _inner_hint(value),
                 )
         for name, value in self.state.items():
             extractor = extractor_of(value)
@@ -116,6 +117,14 @@ class AttachArguments:
         each_part = (each for part in parts for each in (part if isinstance(part, (list, tuple)) else (part,)))
         is_stepped = any(torch_internals.has_lr_scheduler(each) for each in self.optimizers)
         return is_stepped and not any(isinstance(each, kind) for each in each_part)
+
+
+def _inner_hint(wrapper: object) -> str:
+    """Returns what to pass in place of a user's wrapper around an optimizer; empty without one."""
+    inner = [name for name, each in getattr(wrapper, "__dict__", {}).items() if isinstance(each, torch.optim.Optimizer)]
+    if not inner:
+        return ""
+    return f"pass its .{inner[0]}; if the {type(wrapper).__name__} keeps values of its own, hold these in state="
 
 
 @dataclass(frozen=True)

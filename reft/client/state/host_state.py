@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from reft.client.memory.cuda import HostCopy, begin_host_copy
@@ -71,7 +72,7 @@ class HostState:
             ):
                 raise ConfigError(
                     f"state[{name!r}] is a {type(value).__name__} without state_dict and load_state_dict.",
-                    "pass an object with both; for a data loader, reft.ResumableLoader(loader), and iterate that",
+                    _remedy(name, value),
                 )
 
     def capture(self, step: int) -> dict[str, Any]:
@@ -181,6 +182,13 @@ class HostState:
 def storable(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a result of `HostState.take` in the form of a capsule. Any thread may call it."""
     return {**tree, "random": random_state.storable(tree["random"]), "state": finished(tree["state"])}
+
+
+def _remedy(name: str, value: Any) -> str:
+    """Returns what to do about an object without state_dict and load_state_dict."""
+    if value is None or isinstance(value, (int, float, str, bytes, list, tuple, dict, np.ndarray, torch.Tensor)):
+        return f'loop = reft.Values({name}=...), state={{"loop": loop}}, and use loop.{name} in the loop'
+    return "pass an object with both; for a data loader, reft.ResumableLoader(loader), and iterate that"
 
 
 def _state_of(value: Any) -> Any:

@@ -148,6 +148,34 @@ def test_state_without_names_is_refused(attach, state):
     assert refused.value.hint == 'state={"lr": schedule}'
 
 
+def test_what_new_users_pass_in_the_wrong_place_is_refused_with_the_right_place(attach):
+    model, optimizer = make()
+    with pytest.raises(errors.ConfigError) as refused:
+        attach(model, optimizer, state={"best": 1e9})
+    assert refused.value.hint == 'loop = reft.Values(best=...), state={"loop": loop}, and use loop.best in the loop'
+    with pytest.raises(errors.ConfigError) as refused:
+        attach(model, optimizer, state={"data": torch.utils.data.DataLoader(range(4))})
+    assert refused.value.hint.endswith("for a data loader, reft.ResumableLoader(loader), and iterate that")
+    with pytest.raises(errors.ConfigError) as refused:
+        attach(model, optimizer, schedule=torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    assert refused.value.hint.endswith('a learning rate scheduler goes into state={"lr": schedule}')
+
+
+def test_a_wrapper_around_an_optimizer_is_refused_and_its_optimizer_named(attach):
+    model, optimizer = make()
+    scheduled = type("ScheduledOptim", (), {})()
+    with pytest.raises(errors.ConfigError, match="optimizer is a ScheduledOptim; it must be") as refused:
+        attach(model, scheduled)
+    assert refused.value.hint == ""
+    scheduled._optimizer, scheduled.n = optimizer, 0
+    with pytest.raises(errors.ConfigError) as refused:
+        attach(model, scheduled)
+    assert (
+        refused.value.hint
+        == "pass its ._optimizer; if the ScheduledOptim keeps values of its own, hold these in state="
+    )
+
+
 def test_meta_and_sparse_tensors_are_refused_by_name(attach):
     with pytest.raises(errors.UnsupportedState, match=r"model\.0\.weight lies on device meta"):
         attach(nn.Linear(2, 2, device="meta"), make()[1])

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from reft.client.schedule.hooks import ddp, deepspeed, pipelining, waits
 from reft.client.schedule.iteration_profile import Closed, IterationProfiler
 from reft.client.torch_internals import is_schedule
@@ -37,8 +39,15 @@ def check(schedule: Any) -> None:
         raise ConfigError(
             f"schedule is a {type(schedule).__name__}; it must be a schedule of torch.distributed.pipelining or of "
             "reft.schedules, or DeepSpeed's PipelineEngine.",
-            "schedule=None, and mark idle times with session.idle()",
+            _remedy(schedule),
         )
+
+
+def _remedy(schedule: Any) -> str:
+    """Returns what to do about a schedule of an unknown kind."""
+    if isinstance(schedule, LRScheduler):
+        return 'schedule= is for pipelines; a learning rate scheduler goes into state={"lr": schedule}'
+    return "schedule=None, and mark idle times with session.idle()"
 
 
 def closed(schedule: Any) -> Closed | None:
