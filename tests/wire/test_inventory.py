@@ -76,7 +76,10 @@ def test_only_trainers_plan_with_gradient_records(monkeypatch):
 
 def test_the_plan_of_a_version_names_what_is_left_of_earlier_steps():
     """An export compares the samples there: a step that nobody called whole may have two truths."""
-    survey, (older, newest) = job_survey(2, steps=(40, 41)), (Version(messages.epoch_from(EPOCH), 40 + i) for i in (0, 1))
+    survey, (older, newest) = (
+        job_survey(2, steps=(40, 41)),
+        (Version(messages.epoch_from(EPOCH), 40 + i) for i in (0, 1)),
+    )
     plan = survey.plan_of(newest)
     assert plan.base == newest and plan.earlier == {0: ((older, "id0"),), 1: ((older, "id1"),)}
     assert survey.plan_of(older).base == older and survey.plan_of(older).earlier == {}

@@ -58,6 +58,7 @@ def undo(job: JobRecord) -> None:
     refused = job.epoch
     if not job.may_be_refused:
         _free_empty(job)
+    job.slots.close_stored()  # the next attach opens its own: fetched objects are memory
     before = pb.JobRecord()
     before.CopyFrom(job.record.before)
     job.record = before

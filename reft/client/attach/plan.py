@@ -197,10 +197,12 @@ def recover_at_start(settings: Config, job: str, survey: JobSurvey, attempt: Att
     }
     older = survey.plan({*erased, *passed})
     if count.stops or older.base is None:
-        raise RestoreError(
-            stopped(job, count),
-            "read the logs of the ranks for what ends them; then start the job once with REFT_RESTORE=newest",
-        )
+        remedy = "read the logs of the ranks for what ends them; then start the job once with REFT_RESTORE=newest"
+        if survey.storage is not None:  # only its newest checkpoint was opened
+            remedy += (
+                f"; or go back to an older checkpoint: reft-cli list {job}, then reft-cli recover {job} --step N --yes"
+            )
+        raise RestoreError(stopped(job, count), remedy)
     return older
 
 

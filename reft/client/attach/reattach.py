@@ -426,7 +426,7 @@ def lease_alone(introduction: Introduction, plan: AttachPlan, leases: SlotLeases
     try:
         data_bytes = plan.placement.rank_placement(introduction.rank).unplanned_offset
         return leases.lease(data_bytes, len(introduction.state.table))
-    except ReftError as error:
+    except Exception as error:  # this process may lack room for a file, a mapping or a thread, too
         log.warning("rank %d gets no slots for the new layout: %s%s", introduction.rank, message(error), remedy(error))
         return []
 

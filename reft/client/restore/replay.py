@@ -75,6 +75,8 @@ def replay_sections(
             made[number] = _replayed(context, way, leaves_of[old])
         except ReftError as error:  # all ranks fall back together, and say why
             refused[number] = message(error)
+        except Exception as error:  # a device without memory, too, which each restart would meet again
+            refused[number] = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.'):.200}."
     return made, ReplayReport(refused)
 
 

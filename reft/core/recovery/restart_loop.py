@@ -91,7 +91,7 @@ def went_back(count: RestoreCount, base: Version) -> str:
 
 def stopped(job: str, count: RestoreCount) -> str:
     """Returns a sentence on an attach that restores nothing."""
-    older = "" if count.stops else " No older version is held."
+    older = "" if count.stops else " No older version is held in memory."
     return (
         f"{count.count} restores of job {job} from step {count.step}, or from a step before it, ended before step "
         f"{count.step + 1}.{older} attach stops, so that the restarts end."

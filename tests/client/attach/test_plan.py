@@ -34,7 +34,7 @@ from reft.core.recovery.holdings import may_start_fresh
 from reft.core.recovery.recovery import HeldCapsule, HeldParity, RecoveryPlan, SectionReplay
 from reft.errors import AttachError, ConfigError, RestoreError
 from reft.wire import messages
-from reft.wire.inventory import JobSurvey
+from reft.wire.inventory import JobSurvey, StoredHistory
 from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.attaches import SECRETS, begun, context, description, introduction, reply, sealed, survey_of
@@ -172,8 +172,11 @@ def test_a_step_that_is_restored_again_and_again_is_given_up():
     assert base_of(looping(6, reached=9)) == 8, "a rank got past the step"
     alone = survey_of(FIRST, {"a": [8], "b": [8]})
     alone.replies["a"].restores.CopyFrom(pb.RestoreCount(step=8, count=3))
-    with pytest.raises(RestoreError, match="No older version is held"):
+    with pytest.raises(RestoreError, match="No older version is held in memory") as error:
         base_of(alone)
+    assert "checkpoint" not in str(error.value)
+    with pytest.raises(RestoreError, match=r"or go back to an older checkpoint: .* reft-cli recover job --step N"):
+        base_of(replace(alone, storage=StoredHistory(())))
 
 
 def test_two_histories_are_refused():

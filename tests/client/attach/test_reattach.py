@@ -22,6 +22,7 @@ from reft.client.attach.reattach import (
     find_mismatched,
     given_up,
     hold,
+    lease_alone,
     resume,
 )
 from reft.client.attach.run import AttachResult
@@ -317,6 +318,20 @@ def test_the_reason_names_the_leaves_that_differ_anew():
     assert (
         _reason(["a"], ["a", "e", "d", "c", "b"]) == "ranks differ in b, c, d and 1 more: each rank keeps its own copy."
     )
+
+
+@pytest.mark.parametrize("error", [NoRoom("memory is full."), OSError(24, "Too many open files")])
+def test_a_new_layout_goes_on_without_slots_that_cannot_be_had_now(error, caplog):
+    """The decision is stored. A snapshotter leases its slots when the next snapshot is due."""
+
+    def refuse(*_: object) -> Any:
+        raise error
+
+    part = SimpleNamespace(unplanned_offset=4096)
+    plan: Any = SimpleNamespace(placement=SimpleNamespace(rank_placement=lambda rank: part))
+    introduction: Any = SimpleNamespace(rank=1, state=SimpleNamespace(table=b""))
+    assert lease_alone(introduction, plan, SimpleNamespace(lease=refuse)) == []
+    assert "rank 1 gets no slots for the new layout" in caplog.text
 
 
 @pytest.mark.parametrize(("requested", "slots"), [(0, 3), (5, 5)])

@@ -50,5 +50,5 @@ def test_the_sentences_name_the_steps():
     assert went_back(RestoreCount(8, 3), at(6)) == (
         "the last 3 restores of step 8, or of a step before it, ended before step 9: going back to step 6."
     )
-    assert "No older version is held." in stopped("job", RestoreCount(8, 3))
+    assert "No older version is held in memory." in stopped("job", RestoreCount(8, 3))
     assert "No older version" not in stopped("job", RestoreCount(8, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import grpc
@@ -9,8 +10,14 @@ import pytest
 
 from reft.core.commit.slots import SlotState
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import Arena
+from reft_daemon.jobs import undo
+from reft_daemon.jobs.changes import ChangeQueue
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.persist.stored_reader import StoredSlotFile
+from tests.daemon.jobs.test_leases import decide_request
 from tests.support.daemons import until
-from tests.support.jobs import Job, StepAnswer, refused, write
+from tests.support.jobs import Job, StepAnswer, decide_now, refused, write
 from tests.support.trainer_forks import Trainer
 
 EMPTY, SEALED = SlotState.EMPTY, SlotState.SEALED
@@ -150,6 +157,21 @@ def test_a_new_job_that_was_refused_leaves_nothing(daemon, trainer):
     with refused(grpc.StatusCode.NOT_FOUND):
         daemon.status("job")
     assert not (daemon.folder / "job").exists()
+
+
+def test_a_refused_attach_keeps_no_file_of_a_checkpoint_open(tmp_path):
+    """Files that were fetched from an object store lie in this daemon's memory."""
+    arena = Arena(tmp_path / "arena", 0)
+    job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), ChangeQueue())
+    decide_now(job, decide_request(1))
+    decide_now(job, decide_request(2))
+    arena.held_bytes = 64
+    file = StoredSlotFile(
+        "stored-0.slot-1", 0, os.memfd_create("fetched"), None, 64, None, memory=arena, fetched_bytes=64
+    )
+    job.slots.stored[file.name] = file
+    undo.undo(job)
+    assert (file.descriptor, job.slots.stored, arena.held_bytes) == (-1, {}, 0)
 
 
 def test_a_refusal_of_an_older_attach_is_late(failed):
