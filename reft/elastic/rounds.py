@@ -264,7 +264,7 @@ class Executor(OpExecutor):
         super().run(handler, deadline, update_deadline)
 
     def _mend_times(self) -> None:
-        """Puts what lies too far ahead of this host's clock into the past, so that it is due (12)."""
+        """Puts what lies ahead of this host's clock for too long into the past, so it is due (12)."""
         state, now = self._state, datetime.now(timezone.utc)
         beat = state.last_heartbeats.get(self._node)
         if beat is not None and beat > now:
