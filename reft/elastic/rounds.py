@@ -32,6 +32,8 @@ torch's operations and timeouts stay. What differs is numbered below.
     wait list, and then all workers would be restarted again and again for a node without a place.
 11. A state says which node's failure has closed it. Then the others end, as nobody restarts there.
     torch tells nobody. Without a daemon's signal they trained on, if no worker noticed.
+12. A wall clock that is set back delays neither this node's signs of life nor the end of an open
+    round. torch compares both with that clock: others missed the node, and all workers restarted.
 """
 
 from __future__ import annotations
@@ -237,6 +239,7 @@ class Executor(OpExecutor):
         self._record = recorder(type(self).__name__, settings.run_id, node)  # type: ignore[method-assign]
         self._holder, self._facts, self._shrink_s = holder, facts, shrink_s
         self._poll_s = poll_s(settings.max_nodes)
+        self._deadline: tuple[datetime | None, float] = (None, 0.0)  # of the open round; when it was first read
 
     def run(self, state_handler: Any, deadline: float, update_deadline: Any = None) -> None:
         """Runs torch's loop, but reads the state again soon where torch waits for a second."""
@@ -246,6 +249,7 @@ class Executor(OpExecutor):
         def handler(context: RendezvousContext, until: float) -> Action:
             nonlocal told
             pause_s = FIRST_POLL_S
+            self._mend_times()
             while (action := self._patient(state_handler(context, until), context)) == Action.SYNC:
                 if not told and (told := self._waiting_words(time.monotonic() - began_s)):
                     say(told)
@@ -253,10 +257,25 @@ class Executor(OpExecutor):
                 pause_s = min(2 * pause_s, self._poll_s)
                 self._holder.sync(fresh=True)
                 self._state = self._holder.state
+                self._mend_times()
                 context = RendezvousContext(self._node, self._state, self._settings)
             return action
 
         super().run(handler, deadline, update_deadline)
+
+    def _mend_times(self) -> None:
+        """Puts what lies ahead of this host's clock for too long into the past, so it is due (12)."""
+        state, now = self._state, datetime.now(timezone.utc)
+        beat = state.last_heartbeats.get(self._node)
+        if beat is not None and beat > now:
+            state.last_heartbeats[self._node] = now - self._settings.keep_alive_interval
+        if state.deadline is None or state.deadline <= now:
+            return
+        if state.deadline != self._deadline[0]:
+            self._deadline = state.deadline, time.monotonic()
+        wait_s = max(self._shrink_s, self._settings.timeout.last_call.total_seconds())
+        if time.monotonic() - self._deadline[1] > wait_s:
+            state.deadline = now - timedelta.resolution
 
     def _waiting_words(self, waited_s: float) -> str:
         """Returns what this node waits for, if people should know; else empty."""

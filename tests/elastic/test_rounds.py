@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -609,6 +610,29 @@ def test_a_wrong_clock_removes_no_node_but_silence_does(make_job):
 
     until(is_forgotten, what="the removal of the silent node")
     assert job.shared.state.round == 0, "an incomplete round continues"
+
+
+def run_operation(agent, operation):
+    agent._inner._op_executor.run(operation(), time.monotonic() + 20)
+
+
+def test_a_clock_that_was_set_back_delays_no_sign_of_life(make_job):
+    job = make_job("1:2")
+    agent, hour, state = job.agent("node-a"), timedelta(hours=1), SharedState()
+    state.participants, state.last_heartbeats = {agent._node: 0}, {agent._node: datetime.now(timezone.utc) + hour}
+    job.shared.set_state(encode(state))
+    run_operation(agent, dynamic_rendezvous._RendezvousKeepAliveOp)
+    assert job.shared.state.last_heartbeats[agent._node] <= datetime.now(timezone.utc)
+
+
+def test_a_round_completes_though_its_deadline_lies_far_ahead_of_this_clock(make_job):
+    job = make_job("2:4")
+    state, others, now = SharedState(), [_NodeDesc(name, 1, 0) for name in "pq"], datetime.now(timezone.utc)
+    state.participants, state.last_heartbeats = dict.fromkeys(others, 0), dict.fromkeys(others, now)
+    state.deadline = now + timedelta(hours=1)
+    job.shared.set_state(encode(state))
+    run_operation(job.agent("node-a"), dynamic_rendezvous._RendezvousJoinOp)
+    assert job.shared.state.complete and len(job.shared.state.participants) == 3
 
 
 def test_an_agent_that_was_late_removes_no_node(make_job):
