@@ -168,10 +168,10 @@ class StorageServer:
             listed = store.checkpoints(name, damages.__setitem__)
             try:
                 lineage = store.lineage(name, listed)
-            except FormatError as error:
+            except FormatError as damage:
                 if asked or not store.has_ended(name):
                     raise
-                log.error("job=%s lineage %s was ended, and is not used: %s", store.job, name, error.message)
+                log.error("job=%s lineage %s was ended, and is not used: %s", store.job, name, damage.message)
                 continue
             checkpoints = [
                 {"name": each.name, "version": fields_of(each.manifest.version), "time_s": each.time_s}
