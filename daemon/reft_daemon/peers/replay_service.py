@@ -115,6 +115,10 @@ class ReplayService:
             self._note(job, local, version, lane, error.message)
         except (ReftError, OSError) as error:
             self._note(job, local, version, lane, error.message if isinstance(error, ReftError) else str(error))
+        except Exception as error:  # a bug, or no thread: the mover can make the lane all the same
+            if repr(error) != lane.reason:
+                log.error("job=%s lane=%d copies can't be recomputed", job.id, local.number, exc_info=error)
+            self._note(job, local, version, lane, repr(error))
         else:
             lane.trials, lane.verified, lane.cpu_s = lane.trials.succeed(), version.step, cost.cpu_s
             self._note(job, local, version, lane, "")

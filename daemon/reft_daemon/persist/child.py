@@ -158,11 +158,21 @@ class StorageServer:
         return {"marked": all(marked)}, []
 
     def _list(self, message: ControlMessage, _: Sequence[int]) -> Answer:
-        store, lineages = self._store(message), []
-        for name in store.lineages():
+        """Answers with all lineages, or with the one that is asked for.
+
+        Damage of other lineages stops no job that knows its own; that of an ended one stops none.
+        """
+        store, lineages, asked = self._store(message), [], message.get("lineage", "")
+        for name in (each for each in store.lineages() if asked in ("", each)):
             damages: dict[str, FormatError] = {}
             listed = store.checkpoints(name, damages.__setitem__)
-            lineage = store.lineage(name, listed)
+            try:
+                lineage = store.lineage(name, listed)
+            except FormatError as damage:
+                if asked or not store.has_ended(name):
+                    raise
+                log.error("job=%s lineage %s was ended, and is not used: %s", store.job, name, damage.message)
+                continue
             checkpoints = [
                 {"name": each.name, "version": fields_of(each.manifest.version), "time_s": each.time_s}
                 for each in listed

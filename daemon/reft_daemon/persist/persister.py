@@ -151,7 +151,7 @@ class Persister:
         Raises:
             StorageFailed: storage can't be listed.
         """
-        answer = await self._call({"do": "list", "job": job}, STALL_S)
+        answer = await self._call({"do": "list", "job": job, "lineage": lineage}, STALL_S)
         (descriptor,) = answer["descriptors"]
         try:
             lineages = json.loads(await run_to_end(begin_in_thread(text_of, descriptor)))
@@ -160,7 +160,6 @@ class Persister:
         steps = [
             StoredStep(version_of(each["version"]), each["time_s"])
             for found in lineages
-            if found["ident"] == lineage
             for each in found["checkpoints"]
         ]
         return max(steps, key=lambda step: step.version.order, default=None)

@@ -129,6 +129,8 @@ class StoredReader:
     async def stored(self, request: pb.StoredRequest) -> pb.StoredReply:
         """Returns what storage holds of a job; with a name, that checkpoint's manifest.
 
+        With a lineage alone it returns what that lineage holds.
+
         Raises:
             ConfigError: this daemon has no storage, or a name can't be one of storage.
             StorageFailed: storage can't be listed.
@@ -136,7 +138,7 @@ class StoredReader:
         check_name(request.job)
         reply = pb.StoredReply(directory=str(self._persister.root) if self._persister else "")
         if not request.name:
-            answer = await self._call({"do": "list", "job": request.job})
+            answer = await self._call({"do": "list", "job": request.job, "lineage": request.lineage})
             reply.lineages.extend(map(_lineage_of, json.loads(_text_of(answer)[0])))
             return reply
         _check_checkpoint(request.lineage, request.name)

@@ -55,7 +55,8 @@ class StorageReader:
     def ask(self, lineage: str = "", name: str = "") -> pb.StoredReply:
         """Returns what storage holds, with the manifest of a checkpoint if one is named.
 
-        A failure comes as `trouble`.
+        With a lineage alone, it is asked for what that one holds: others may be damaged. A failure
+        comes as `trouble`.
         """
         job, asker = self.introduction.job.id, self.introduction.ranks.persisting[0]
 
@@ -122,7 +123,7 @@ def take_storage(
     if not job.named or not introduction.ranks.persisting or (memory is not None and not memory.lineage):
         return survey  # or the job began before it had storage
     reader = StorageReader(context, introduction)
-    listing = reader.ask()
+    listing = reader.ask(memory.lineage if memory is not None else "")
     if listing.trouble:
         launch = introduction.ranks.first.identity.launch
         if memory is None or memory.launch != launch or survey.plan(attempt.erased).base is None:

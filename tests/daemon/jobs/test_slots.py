@@ -422,7 +422,7 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
 
 
 def test_memfds_beside_slots_in_the_folder_come_back(trainer):
-    """A tmpfs may be full at a later lease. After a restart the daemon has the other slots alone."""
+    """A tmpfs may be full at a later lease. A restarted daemon has the other slots alone."""
     with cramped_daemon("8m") as daemon:
         job = Job([(daemon, [0])]).decide()
         names = job.lease(0, trainer, slots=1, data_bytes=4 << 20)

@@ -121,6 +121,23 @@ def test_damaged_checkpoint_stops_a_start_unless_its_lineage_has_ended(server: H
     assert lineage["has_ended"] and not lineage["checkpoints"]
 
 
+def test_damaged_decision_of_another_lineage_stops_no_job_that_knows_its_own(
+    server: HeardServer, tmp_path: Path
+) -> None:
+    other = "fedcba9876543210"
+    _store(tmp_path).put_decision(other, LATER[0])
+    (decision,) = (tmp_path / "run" / other).iterdir()
+    decision.write_bytes(b"{")
+    assert "is damaged" in server.ask("list")["error"], "nobody knows which lineage is the job's"
+    assert "is damaged" in server.ask("list", lineage=other)["error"]
+    assert "error" not in server.ask("list", lineage=LINEAGE)
+    assert [each["ident"] for each in json.loads(server.texts[0])] == [LINEAGE]
+    _store(tmp_path).end(other)
+    assert "error" not in server.ask("list")
+    assert [each["ident"] for each in json.loads(server.texts[0])] == [LINEAGE]
+    assert "is damaged" in server.ask("list", lineage=other)["error"], "a node that was away knows this one"
+
+
 @pytest.mark.parametrize(("do", "heads"), [("load", 0), ("open", 2)])
 def test_one_checkpoint_is_read_without_the_others(server: HeardServer, do: str, heads: int) -> None:
     assert "error" not in server.ask(do, lineage=LINEAGE, name=NAME, ranks=[0, 3])

@@ -156,6 +156,9 @@ def test_listing_names_lineages_decisions_and_checkpoints(storage: Path) -> None
         assert lineage.ident == LINEAGE and not lineage.has_ended and len(lineage.decisions) == 1
         assert [each.name for each in lineage.checkpoints] == [NAME]
         assert not (await reader.stored(pb.StoredRequest(job="other"))).lineages
+        for asked, found in ((LINEAGE, [LINEAGE]), ("fedcba9876543210", [])):
+            reply = await reader.stored(pb.StoredRequest(job="run", lineage=asked))
+            assert [each.ident for each in reply.lineages] == found
         gone = await reader.stored(pb.StoredRequest(job="run", lineage=LINEAGE, name="e1-00010203-s41"))
         assert "no complete checkpoint" in gone.damage
 

@@ -250,6 +250,23 @@ def test_what_can_not_be_recomputed_is_made_by_the_mover_in_the_same_turn(play):
     play(act)
 
 
+def test_an_error_that_nobody_foresaw_costs_bytes_and_no_parity(play, monkeypatch, caplog):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def act(nodes: ReplayNodes) -> None:
+        await nodes.attach()
+        await nodes.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(replay_service, "replay_order", fail)
+            for _ in range(2):
+                assert set(reasons(await nodes.step())) == {repr(RuntimeError("can't start new thread"))}
+        assert caplog.text.count("copies can't be recomputed") == COUNT, "once a lane"
+        assert reasons(await nodes.step()) == [""] * COUNT
+
+    play(act)
+
+
 def test_records_that_are_sealed_after_the_step_is_whole_are_waited_for(play, monkeypatch):
     monkeypatch.setattr(replay_service, "RECORDS_S", 1000.0)
     looks: list[Exception] = []
