@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -40,10 +41,8 @@ def test_training_goes_on_while_storage_is_frozen(storage: Path, site: Site, fro
     until(lambda: newest_checkpoint(storage) > 0, what="a checkpoint")
     began_s = time.monotonic()
     watch(daemons, BEFORE_S)
-    freeze(storage)
-    frozen_at_s = time.monotonic()
+    frozen_at_s = freeze_a_checkpoint(storage, daemons[0])
     try:
-        until(lambda: storage_of(daemons[0]).since_s > 1, what="a checkpoint that waits")
         held = storage_of(daemons[0])
         said = watch(daemons, frozen_s)
         assert storage_of(daemons[0]).persisted == held.persisted
@@ -65,6 +64,23 @@ def test_training_goes_on_while_storage_is_frozen(storage: Path, site: Site, fro
 
 def storage_of(daemon: DaemonProcess) -> pb.StorageStatus:
     return daemon.status("job").storage
+
+
+def freeze_a_checkpoint(storage: Path, daemon: DaemonProcess) -> float:
+    """Freezes storage while a checkpoint is written, or before; returns when that was.
+
+    A freeze may also meet the removal of old checkpoints. Then no new one begins, and the next try
+    comes after one more checkpoint.
+    """
+    for _ in range(5):
+        persisted, frozen_at_s = storage_of(daemon).persisted, time.monotonic()
+        freeze(storage)
+        with contextlib.suppress(AssertionError):
+            until(lambda: storage_of(daemon).since_s > 1, 15, what="a checkpoint that waits")
+            return frozen_at_s
+        thaw(storage)
+        until(lambda persisted=persisted: storage_of(daemon).persisted > persisted, what="one more checkpoint")
+    raise AssertionError("no checkpoint waits for storage that is frozen")
 
 
 def watch(daemons: Sequence[DaemonProcess], seconds: float) -> list[str]:
