@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -338,6 +339,15 @@ def test_host_state_too_large_for_a_capsule_is_refused_at_attach():
     named_at_length = nn.ParameterDict({f"{'long' * 100}_{i}": nn.Parameter(torch.zeros(1)) for i in range(3000)})
     with pytest.raises(UnsupportedState, match=r"has \d{7} bytes, for 3000 parameters; the limit is 1048576"):
         host_of(named_at_length).check_size(NameTable(()))
+
+
+def test_the_live_settings_ask_no_object_of_the_user():
+    """A reshape takes them before it restores; see `attach.restore.lease`."""
+    unasked = SimpleNamespace(state_dict=lambda: pytest.fail("asked"), load_state_dict=lambda state: None)
+    module = nn.Linear(2, 2)
+    tracked = TrackedObjects({"model.0": module}, [torch.optim.SGD(module.parameters(), lr=0.1)], {})
+    live = HostState(tracked, {"loader": unasked}).live_settings()
+    assert live.keys() == {"subjects", "random"} and "optimizer.0" in live["subjects"]
 
 
 def test_buffers_that_training_makes_or_resizes_are_restored(attach):

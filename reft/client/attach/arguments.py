@@ -120,7 +120,7 @@ class AttachArguments:
 
 
 def _inner_hint(wrapper: object) -> str:
-    """Returns what to pass in place of a user's wrapper around an optimizer; empty without one."""
+    """Returns what to pass in place of a wrapper around an optimizer, or empty text."""
     inner = [name for name, each in getattr(wrapper, "__dict__", {}).items() if isinstance(each, torch.optim.Optimizer)]
     if not inner:
         return ""
