@@ -264,7 +264,7 @@ class Executor(OpExecutor):
         super().run(handler, deadline, update_deadline)
 
     def _mend_times(self) -> None:
-        """Puts what lies ahead of this host's clock for too long into the past, so it is due (12)."""
+        """Puts times that lie too far ahead of the clock into the past (12)."""
         state, now = self._state, datetime.now(timezone.utc)
         beat = state.last_heartbeats.get(self._node)
         if beat is not None and beat > now:

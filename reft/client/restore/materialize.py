@@ -63,8 +63,9 @@ def _without_other_state(names: Collection[str], tracked: TrackedObjects, before
     """
     others = [name for name in before.tensors if name not in names and OF_OPTIMIZER.match(name)]
     for prefix, value, extractor in tracked.items() if others else ():
-        is_torchs = isinstance(extractor, OptimizerExtractor) and isinstance(value, torch.optim.Optimizer)
-        if is_torchs and any(name.startswith(f"{prefix}.") for name in others):
+        if not isinstance(extractor, OptimizerExtractor) or not isinstance(value, torch.optim.Optimizer):
+            continue
+        if any(name.startswith(f"{prefix}.") for name in others):
             extractor.owner(value).state.clear()
     # an earlier try, for another version, may have emptied one, too
     return before if before.is_current() else tracked.bind()

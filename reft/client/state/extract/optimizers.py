@@ -136,7 +136,7 @@ class OptimizerExtractor:
         state: MutableMapping[str, Any],
         on_device: set[int],
     ) -> Iterator[tuple[str, str]]:
-        """Adds a parameter's state; yields its name and the key of each tensor of known memory."""
+        """Adds a parameter's state; yields name and key of tensors of known memory."""
         _track(index, state)
         # Adagrad creates state for an empty piece. Its counter stands still, so it is no replica
         # of other ranks' state. It never changes, so it is not saved.
