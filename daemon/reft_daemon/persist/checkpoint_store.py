@@ -309,15 +309,9 @@ class CheckpointStore:
             OSError, FormatError: it can't be read.
         """
         versions = tuple(each.manifest.version for each in (self.checkpoints(name) if listed is None else listed))
-        return StoredLineage(name, tuple(self.decisions(name)), versions, self.has_ended(name))
-
-    def has_ended(self, lineage: str) -> bool:
-        """Whether a lineage was ended on purpose; see the function.
-
-        Raises:
-            OSError, FormatError: see the function.
-        """
-        return has_ended(self._folder.folder(lineage), self.job, self._key)
+        return StoredLineage(
+            name, tuple(self.decisions(name)), versions, has_ended(self._folder.folder(name), self.job, self._key)
+        )
 
     def indexes(self, listed: ListedCheckpoint) -> Mapping[int, tuple[AnyFolder, stored.StoredFile]]:
         """Returns rank → folder and file of a complete checkpoint.

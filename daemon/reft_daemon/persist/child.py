@@ -26,7 +26,7 @@ from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.child.control_channel import ControlMessage, fields_of, receive_message, send_message, version_of
-from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint
+from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint, has_ended
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource, read_head
 from reft_daemon.persist.storage_root import AnyFolder
 
@@ -169,7 +169,7 @@ class StorageServer:
             try:
                 lineage = store.lineage(name, listed)
             except FormatError as damage:
-                if asked or not store.has_ended(name):
+                if asked or not has_ended(self._root.folder(store.job).folder(name), store.job, self._key):
                     raise
                 log.error("job=%s lineage %s was ended, and is not used: %s", store.job, name, damage.message)
                 continue
