@@ -205,7 +205,7 @@ def test_descriptors_arrive_even_if_the_reply_comes_in_pieces(tmp_path):
 
 
 def test_descriptors_for_which_there_is_no_room_are_an_error_that_says_so(tmp_path):
-    limits, before = resource.getrlimit(resource.RLIMIT_NOFILE), descriptors_open()
+    limits, before = resource.getrlimit(resource.RLIMIT_NOFILE), own_descriptors()
 
     def answer(connection: socket.socket) -> None:
         connection.recv(4096)
@@ -217,7 +217,7 @@ def test_descriptors_for_which_there_is_no_room_are_an_error_that_says_so(tmp_pa
             local_socket.ask_slots(path, SLOTS, [], 60)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert descriptors_open() == before
+    await_closed(before)
 
 
 BAD_REPLIES = [
