@@ -14,9 +14,8 @@ from tests.support.trainers import Spec, Trainers, run
 
 MARKS = [2, 4, 8, 16]
 STEP_S = 0.05
-# Below the time that a rank stands. Without load no step takes a tenth of a second; busy cores may
-# take a second.
-WAIT_S = 2.5
+# Far below the time that a rank stands. Without load no step takes a tenth of a second.
+WAIT_S = 1.0
 
 
 def restorable_step(daemon) -> int:
