@@ -55,7 +55,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
 loader = DataLoader(train, batch_size=32, sampler=sampler, shuffle=sampler is None, num_workers=2)
 loader = reft.ResumableLoader(loader)
-loop = reft.Values(loss=0.0, best=1e9)
+loop = reft.Values(best=1e9)
 
 
 def loss_of(x, y):
@@ -64,10 +64,15 @@ def loss_of(x, y):
 
 @torch.no_grad()
 def validate():
+    """Returns the mean loss of all ranks: with one held value for all, their number may change."""
     model.eval()
     losses = [loss_of(x, y) for x, y in DataLoader(valid, batch_size=256)]
     model.train()
-    return torch.stack(losses).mean().item()
+    loss = torch.stack(losses).mean()
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return loss.item()
 
 
 session = reft.attach(model, optimizer, state={"lr": schedule, "data": loader, "loop": loop})
@@ -77,12 +82,12 @@ for epoch in loader.epochs(epochs):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        loop.loss = loss.item()
         session.step_end()
     schedule.step()
-    loop.best = min(loop.best, validate())
+    valid_loss = validate()
+    loop.best = min(loop.best, valid_loss)
     if is_first:
-        print(f"epoch {epoch}  step {session.step}  loss {loop.loss:.4f}  best {loop.best:.4f}", flush=True)
+        print(f"epoch {epoch}  step {session.step}  loss {valid_loss:.4f}  best {loop.best:.4f}", flush=True)
 session.close()
 if dist.is_initialized():
     dist.destroy_process_group()

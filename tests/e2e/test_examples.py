@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import ROOT, DaemonProcess, until
 
-STEPS = ["--steps", "100"]
+DDP = (f"{ROOT}/examples/ddp.py", "--steps", "100")
 RANKS = ["--nproc-per-node=2", "--max-restarts=2", "--rdzv-id=ddp", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
          "--local-addr=127.0.0.1"]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *RANKS]
@@ -31,14 +32,15 @@ FORKED = [
 STOP_IN_COPY = "snapshot.chunk:stop:from=2:epoch=1"
 
 
-def started(daemon: DaemonProcess, *command: str, **changes: str) -> subprocess.Popen[str]:
+def started(daemon: DaemonProcess, *command: str, script: Sequence[str] = DDP, **changes: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     environment = {
         **os.environ, "PYTHONPATH": path, "REFT_DAEMON": daemon.address, "OMP_NUM_THREADS": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", **changes,
     }  # fmt: skip
-    command = (*command, str(ROOT / "examples/ddp.py"), *STEPS)
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        [*command, *script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
@@ -51,8 +53,10 @@ def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def run(daemon: DaemonProcess, *command: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return ended(started(daemon, *command, **changes))
+def run(
+    daemon: DaemonProcess, *command: str, script: Sequence[str] = DDP, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    return ended(started(daemon, *command, script=script, **changes))
 
 
 def killed(daemon: DaemonProcess, job: str, rank: int, *command: str) -> subprocess.CompletedProcess[str]:
@@ -104,3 +108,15 @@ def test_torchrun_restarts_a_killed_rank(daemon):
     assert done.returncode == 0, done.stderr
     assert restored(done) >= 1
     assert losses(done) == losses(plain)
+
+
+@pytest.mark.timeout(400)
+def test_the_quickstart_goes_on_with_other_numbers_of_ranks(daemon):
+    """Values that differed by rank would refuse it, and users begin with this script."""
+    one = [*TORCHRUN, "--nproc-per-node=1"]  # not forked: DataLoader's workers don't start there
+    for epochs, command in enumerate((TORCHRUN, one, TORCHRUN), 1):
+        short = (f"{ROOT}/examples/quickstart.py", "--epochs", str(epochs), "--chars", "20000")
+        done = run(daemon, *command, script=short, REFT_JOB="elastic")
+        assert done.returncode == 0, done.stderr
+        assert ("restored step" in done.stderr) is (epochs > 1), done.stderr
+        assert f"\nepoch {epochs - 1} " in f"\n{done.stdout}"

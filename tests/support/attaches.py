@@ -57,7 +57,8 @@ def leaves(width: int = 3000) -> list[Leaf]:
 def state(own: Sequence[Leaf]) -> LocalState:
     """Returns the state of a rank with these leaves, and without tensors."""
     tracked = SimpleNamespace(parameters=tuple)
-    host, tensor_index = SimpleNamespace(), SimpleNamespace(tensors={}, names={})
+    host = SimpleNamespace(check_size=lambda names: None)
+    tensor_index = SimpleNamespace(tensors={}, names={})
     return LocalState(tracked, host, tensor_index, own)  # type: ignore[arg-type]
 
 

@@ -68,9 +68,10 @@ class HostStateResharding:
         world: the number of new ranks.
         digests: for each old rank: part → digest.
         values: digest → part. May lack generators that this rank does not continue.
-        live: this rank's own tree before the restore.
+        live: this rank's own groups and generators before the restore, as in a tree.
         generators: names of state= objects that are torch generators.
         takes_all: names of state= objects with `load_state_dicts`.
+        extra_states: names of the extra state of this rank's modules.
 
     Attributes:
         lists: name → the states of all old ranks, for objects with `load_state_dicts`.
@@ -84,6 +85,7 @@ class HostStateResharding:
     live: Mapping[str, Any]
     generators: Collection[str]
     takes_all: Collection[str]
+    extra_states: Collection[str]
     lists: dict[str, list[Any]] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
@@ -98,13 +100,12 @@ class HostStateResharding:
             LayoutChanged: no rule maps the state to these ranks; raised on all ranks alike.
         """
         names = {item: [p.partition(".")[2] for p in self.digests[0] if p.startswith(f"{item}.")] for item in ITEMS}
-        # Each pipeline stage has modules of its own.
-        extra = [name for name in self.live["state"] if name.endswith(EXTRA_STATE)]
         tree: Tree = {"step": step, "marked": marked, "random": self._random()}
         tree["subjects"] = self._tracked_objects()
         tree["scalers"] = {name: self._shared(f"scalers.{name}") for name in names["scalers"]}
         tree["state"] = {name: self._state(name) for name in names["state"] if not name.endswith(EXTRA_STATE)}
-        tree["state"] |= {name: self._extra_state(f"state.{name}") for name in extra}
+        # Each pipeline stage has modules of its own.
+        tree["state"] |= {name: self._extra_state(f"state.{name}") for name in self.extra_states}
         return tree
 
     @property

@@ -21,6 +21,7 @@ from reft.client.restore import host_state_resharding
 from reft.client.restore.host_state_resharding import HostStateResharding
 from reft.client.restore.opened import CapsuleFacts, OldRank, RestoreContext, RestoreMatch
 from reft.client.restore.unforeseen_state import with_unforeseen_state
+from reft.client.state.extra_state import EXTRA_STATE
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf, pack
 from reft.core.recovery.plan import TransferPlan, TransferSizes, is_made
@@ -143,6 +144,7 @@ class ShapeChange:
             live=host.live_settings(),
             generators=[name for name, value in host.objects.items() if isinstance(value, torch.Generator)],
             takes_all=[name for name, value in host.objects.items() if hasattr(value, "load_state_dicts")],
+            extra_states=[name for name in host.objects if name.endswith(EXTRA_STATE)],
         )
 
     def _match_leaves(

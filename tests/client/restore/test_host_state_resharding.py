@@ -30,8 +30,10 @@ def reshard(
     values = {host_state_resharding.digest(value): value for each in parts for value in each.values()}
     live = live or tree(0)
     return HostStateResharding(
-        rank, world, digests, values, live, options.get("generators", ()), options.get("takes_all", ())
-    )
+        rank, world, digests, values, {each: live[each] for each in ("subjects", "random")},  # as HostState.live_settings
+        options.get("generators", ()), options.get("takes_all", ()),
+        [name for name in live["state"] if name.endswith(".extra_state")],
+    )  # fmt: skip
 
 
 def same(one: Any, other: Any) -> bool:
