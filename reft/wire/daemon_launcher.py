@@ -36,6 +36,9 @@ IDLE_EXIT_S = 600  # a daemon that a trainer or an agent started leaves so long 
 # listens.
 START_DEADLINE_S = 30.0
 HELLO_DEADLINE_S = 5.0
+# Time for a named daemon to be restarted by its owner, after it died together with trainers.
+BACK_S = 15.0
+BACK_PAUSE_S = 0.2
 Call = Callable[[str, str, Any, float], Any]
 
 
@@ -67,16 +70,19 @@ def hello(
     return reply
 
 
-def find(config: Config, flags: Sequence[str] = (), job: str = "", call: Call = rpc.call) -> tuple[str, pb.HelloReply]:
+def find(
+    config: Config, flags: Sequence[str] = (), job: str = "", call: Call = rpc.call, is_restart: bool = False
+) -> tuple[str, pb.HelloReply]:
     """Returns the unix address of this node's daemon, and its HelloReply.
 
-    Starts a daemon if none was named and none runs.
+    Starts a daemon if none was named and none runs. A named one has an owner who restarts it.
 
     Args:
         config: settings that name the daemon, or its folder.
         flags: for a daemon that is started.
         job: the job that the answer covers; empty: none.
         call: makes the call, as `rpc.call` does.
+        is_restart: whether the named daemon may have died just now, too. Then it gets some seconds.
 
     Raises:
         DaemonUnavailable: the named daemon does not answer, or none could be started.
@@ -84,7 +90,15 @@ def find(config: Config, flags: Sequence[str] = (), job: str = "", call: Call = 
     """
     answer_s = min(START_DEADLINE_S, config.attach_deadline_s)
     if config.daemon:
-        return config.daemon, hello(rpc.check_local_address(config.daemon), answer_s, job=job, call=call)
+        end = time.monotonic() + (min(BACK_S, config.attach_deadline_s / 2) if is_restart else 0.0)
+        address = rpc.check_local_address(config.daemon)
+        while True:
+            try:
+                return address, hello(address, answer_s, job=job, call=call)
+            except DaemonUnavailable:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(BACK_PAUSE_S)
     folder = own_folder(Path(config.runtime_dir))
     address = rpc.check_address(f"unix:{folder / 'daemon.sock'}")
     try:

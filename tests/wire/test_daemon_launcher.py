@@ -50,6 +50,30 @@ def test_a_newer_daemon_that_speaks_our_protocol_is_used():
     assert daemon_launcher.hello("unix:/d.sock", call=lambda *_: reply) == reply
 
 
+def named(answers: list, monkeypatch, **settings) -> tuple[str, pb.HelloReply]:
+    """Finds a named daemon that gives these answers, after a restart; nothing sleeps."""
+    monkeypatch.setattr(daemon_launcher.time, "sleep", lambda seconds: None)
+
+    def call(*_):
+        if isinstance(answer := answers.pop(0) if len(answers) > 1 else answers[0], Exception):
+            raise answer
+        return answer
+
+    return daemon_launcher.find(Config(daemon="unix:/d.sock", **settings), call=call, is_restart=True)
+
+
+def test_a_named_daemon_that_died_with_the_trainers_gets_time_to_come_back(monkeypatch):
+    reply = pb.HelloReply(protocol=PROTOCOL, oldest=OLDEST)
+    gone = DaemonUnavailable("no daemon answers.", "none")
+    assert named([gone, gone, reply], monkeypatch) == ("unix:/d.sock", reply)
+
+
+def test_a_named_daemon_that_does_not_come_back_is_said(monkeypatch):
+    monkeypatch.setattr(daemon_launcher, "BACK_S", 0.05)
+    with pytest.raises(DaemonUnavailable, match="no daemon answers"):
+        named([DaemonUnavailable("no daemon answers.", "none")], monkeypatch)
+
+
 @pytest.fixture
 def address(tmp_path) -> str:
     (tmp_path / "d.sock").touch()

@@ -70,11 +70,15 @@ class NodeDaemon:
     def find(cls, context: AttachContext, job: str) -> NodeDaemon:
         """Returns this node's daemon; starts a daemon if none was named and none runs.
 
+        An agent starts workers again at once. A named daemon that died with them gets some seconds.
+
         Raises:
             ReftError: see `daemon_launcher.find` and `await_job_token`.
         """
         deadline_s = context.settings.attach_deadline_s
-        address, hello = daemon_launcher.find(context.settings, job=job, call=context.calls.call)
+        address, hello = daemon_launcher.find(
+            context.settings, job=job, call=context.calls.call, is_restart=context.launch.under_agent
+        )
         if context.launch.is_keyed:
             hello = await_job_token(address, job, context.launch.launch)
         caller = local_socket.introduce(hello.local_socket, deadline_s)
