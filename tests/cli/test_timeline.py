@@ -127,13 +127,13 @@ def test_a_server_without_room_for_a_caller_answers_later_ones():
             caller.connect(timeline_socket.address(os.getpid()))
             assert json.loads(answer.read()) == {"a": 1}
             caller_too = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-            try:  # a call that waits already has a place for its file
-                with caller_too, caller_too.makefile("rb") as answer_too:
+            with caller_too, caller_too.makefile("rb") as answer_too:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+                try:
                     caller_too.connect(timeline_socket.address(os.getpid()))
-                    assert json.loads(answer_too.read()) == {"a": 1}
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                assert json.loads(answer_too.read()) == {"a": 1}
         assert timeline_socket.fetch(os.getpid()) == {"a": 1}
     finally:
         server.close()

@@ -626,7 +626,7 @@ def test_a_clock_that_was_set_back_delays_no_sign_of_life(make_job):
 
 
 def test_a_round_completes_though_its_deadline_lies_far_ahead_of_this_clock(make_job):
-    job = make_job("2:4")
+    job = make_job("2:4", last_call_timeout=1)
     state, others, now = SharedState(), [_NodeDesc(name, 1, 0) for name in "pq"], datetime.now(timezone.utc)
     state.participants, state.last_heartbeats = dict.fromkeys(others, 0), dict.fromkeys(others, now)
     state.deadline = now + timedelta(hours=1)
