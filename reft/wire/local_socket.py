@@ -104,22 +104,40 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     """Returns the next bytes of a connection, and their descriptors, which the caller owns.
 
-    A program that this process executes doesn't get the descriptors: it would hold the memory.
-
     Raises:
         OSError: the connection has failed, or this process has no room for the descriptors.
     """
-    received, size = array.array("i"), DESCRIPTORS_MAX * array.array("i").itemsize
-    data, passed, flags, _ = connection.recvmsg(READ_BYTES, socket.CMSG_LEN(size), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, body in passed:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            received.frombytes(body[: len(body) - len(body) % received.itemsize])
-    descriptors = list(received)
-    if flags & socket.MSG_CTRUNC:
-        close_all(descriptors)
+    data, descriptors, is_cut = receive_descriptors(connection, READ_BYTES, DESCRIPTORS_MAX)
+    if is_cut:
         limits = f"as many files open as it may (ulimit -n), or more than {DESCRIPTORS_MAX} came at once"
         raise OSError(errno.EMFILE, f"the receiving process has {limits}")
     return data, descriptors
+
+
+def receive_descriptors(connection: socket.socket, nbytes: int, count: int) -> tuple[bytes, list[int], bool]:
+    """Returns the next bytes, their descriptors, and whether descriptors found no room here.
+
+    Then there are none. The caller owns the descriptors. A program that this process executes does
+    not get them: it would hold the memory. `socket.recv_fds` tells neither.
+
+    Args:
+        connection: a unix socket.
+        nbytes: the most bytes.
+        count: the most descriptors.
+
+    Raises:
+        OSError: the connection has failed.
+    """
+    received = array.array("i")
+    space = socket.CMSG_SPACE(count * received.itemsize)
+    data, passed, flags, _ = connection.recvmsg(nbytes, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, body in passed:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received.frombytes(body[: len(body) - len(body) % received.itemsize])
+    descriptors, is_cut = list(received), bool(flags & socket.MSG_CTRUNC)
+    if is_cut:
+        close_all(descriptors)
+    return data, descriptors, is_cut
 
 
 def close_all(descriptors: list[int]) -> None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import array
 import errno
 import json
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from reft.core.commit.version import Epoch, Version
+from reft.wire.local_socket import receive_descriptors
 
 MESSAGE_MAX: Final = 64 << 10
 DESCRIPTORS_MAX: Final = 64  # of one message
@@ -57,20 +57,13 @@ def receive_message(channel: socket.socket) -> tuple[ControlMessage, list[int]] 
         BlockingIOError: the channel does not wait, and there is no message.
         OSError: the channel has ended.
     """
-    space = socket.CMSG_SPACE(DESCRIPTORS_MAX * array.array("i").itemsize)
-    data, passed, flags, _ = channel.recvmsg(MESSAGE_MAX, space, socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i")
-    for level, kind, body in passed:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(body[: len(body) - len(body) % descriptors.itemsize])
+    data, descriptors, is_cut = receive_descriptors(channel, MESSAGE_MAX, DESCRIPTORS_MAX)
     if not data:
         return None
     message: ControlMessage = json.loads(data)
-    if flags & socket.MSG_CTRUNC:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return {**message, "error": TOO_MANY_FILES, "damaged": False, "errno": errno.EMFILE}, []
-    return message, list(descriptors)
+    if is_cut:
+        message = {**message, "error": TOO_MANY_FILES, "damaged": False, "errno": errno.EMFILE}
+    return message, descriptors
 
 
 def version_of(fields: Sequence[object]) -> Version:

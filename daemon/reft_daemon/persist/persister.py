@@ -160,6 +160,7 @@ class Persister:
         steps = [
             StoredStep(version_of(each["version"]), each["time_s"])
             for found in lineages
+            if found["ident"] == lineage  # an empty one asks for all
             for each in found["checkpoints"]
         ]
         return max(steps, key=lambda step: step.version.order, default=None)

@@ -163,7 +163,7 @@ def test_memfds_are_given_back_to_each_daemon_that_answers_again(reporter, playe
     assert not reporter.reply.slots_missing
     played.end()
     until(lambda: reporter.error is not None, what="the end of the connection")
-    for step in (2, 3):  # a later reply does not undo what nobody has done yet
+    for step in (2, 3):  # a later reply keeps the flag: no memory was given back
         reporter.answer(step, SEALED)
         played.next()
         played.say(whole=step, slots_missing=False)
