@@ -9,6 +9,7 @@ import pytest
 from reft.client.attach import introduce as module
 from reft.client.attach.introduce import (
     AGENTS_KEY,
+    NodeDaemon,
     RestoreMemory,
     check_process_group,
     compare,
@@ -23,6 +24,7 @@ from reft.client.attach.rank_table import LayoutFacts
 from reft.client.link.rank_group import RankGroup
 from reft.config import Config, Launch
 from reft.errors import AttachError, ConfigError, DaemonUnavailable
+from reft.wire import daemon_launcher
 from reft.wire.job_key import JobKey
 from reft.wire.manifest import layouts_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -50,6 +52,20 @@ def test_a_daemon_that_ended_during_attach_is_started_by_who_had_started_it(tmp_
     with pytest.raises(DaemonUnavailable, match="no daemon answers at") as refused:
         one.call("Status", pb.StatusRequest())
     assert refused.value.hint.startswith(remedy)
+
+
+@pytest.mark.parametrize("run_id", ["", "run"])
+def test_only_a_worker_of_an_agent_waits_for_a_named_daemon_to_come_back(run_id, monkeypatch):
+    found: list[bool] = []
+
+    def find(settings, job, call, is_restart):
+        found.append(is_restart)
+        raise DaemonUnavailable("no daemon answers.", "none")
+
+    monkeypatch.setattr(daemon_launcher, "find", find)
+    with pytest.raises(DaemonUnavailable):
+        NodeDaemon.find(context(launch=Launch(0, 1, run_id, "")), "job")
+    assert found == [bool(run_id)]
 
 
 def test_a_rank_tells_what_its_daemon_and_its_state_say():

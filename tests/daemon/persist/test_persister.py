@@ -181,6 +181,11 @@ def test_newest_checkpoint_is_that_of_the_newest_step_although_a_clock_was_ahead
     os.close(slot.source.descriptor)
     (manifest,) = tmp_path.glob("run/*/*-s40/MANIFEST.json")
     os.utime(manifest, (2e9, 2e9))
+
+    async def without_a_lineage(each: Persister) -> None:
+        assert await each.newest("run", "") is None
+
+    with_persister(tmp_path, without_a_lineage)
     other = tmp_path / "run" / "fedcba9876543210"
     other.mkdir()
     (other / f"DECISION-1-{bytes(16).hex()}").write_bytes(b"damaged, and of no interest here")
