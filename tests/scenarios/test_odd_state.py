@@ -11,6 +11,7 @@ from torch import nn
 
 from reft.client.attach.arguments import AttachArguments
 from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.restore.host_state_resharding import HostStateResharding
 from reft.client.restore.materialize import live_index
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.host_state import HostState
@@ -346,8 +347,12 @@ def test_the_live_settings_ask_no_object_of_the_user():
     unasked = SimpleNamespace(state_dict=lambda: pytest.fail("asked"), load_state_dict=lambda state: None)
     module = nn.Linear(2, 2)
     tracked = TrackedObjects({"model.0": module}, [torch.optim.SGD(module.parameters(), lr=0.1)], {})
-    live = HostState(tracked, {"loader": unasked}).live_settings()
-    assert live.keys() == {"subjects", "random"} and "optimizer.0" in live["subjects"]
+    takes_all = SimpleNamespace(load_state_dicts=None, **vars(unasked))
+    objects = {"loader": unasked, "all": takes_all, "own": torch.Generator(), "model.0.fc.extra_state": unasked}
+    resharding = HostStateResharding.of(0, 1, [{}], {}, HostState(tracked, objects))
+    assert resharding.live.keys() == {"subjects", "random"} and "optimizer.0" in resharding.live["subjects"]
+    named = [list(each) for each in (resharding.generators, resharding.takes_all, resharding.extra_states)]
+    assert named == [["own"], ["all"], ["model.0.fc.extra_state"]]
 
 
 def test_buffers_that_training_makes_or_resizes_are_restored(attach):

@@ -30,6 +30,7 @@ import torch
 import xxhash
 
 from reft.client.state.extra_state import EXTRA_STATE
+from reft.client.state.host_state import HostState
 from reft.client.state.serialization import OPTIMIZER_KEYS, to_plain
 from reft.core.text import every
 from reft.errors import LayoutChanged
@@ -88,6 +89,28 @@ class HostStateResharding:
     extra_states: Collection[str]
     lists: dict[str, list[Any]] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        world: int,
+        digests: Sequence[Mapping[str, str]],
+        values: Mapping[str, Any],
+        host: HostState,
+    ) -> HostStateResharding:
+        """Returns the rules for the host state of a new rank; asks none of the user's objects."""
+        objects = host.objects
+        return cls(
+            rank,
+            world,
+            digests,
+            values,
+            live=host.live_settings(),
+            generators=[name for name, value in objects.items() if isinstance(value, torch.Generator)],
+            takes_all=[name for name, value in objects.items() if hasattr(value, "load_state_dicts")],
+            extra_states=[name for name in objects if name.endswith(EXTRA_STATE)],
+        )
 
     def tree(self, step: int, marked: bool) -> Tree:
         """Returns the tree to restore.

@@ -13,15 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from reft.client.link.exchange import gather
 from reft.client.link.rank_group import RankGroup
 from reft.client.restore import host_state_resharding
 from reft.client.restore.host_state_resharding import HostStateResharding
 from reft.client.restore.opened import CapsuleFacts, OldRank, RestoreContext, RestoreMatch
 from reft.client.restore.unforeseen_state import with_unforeseen_state
-from reft.client.state.extra_state import EXTRA_STATE
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf, pack
 from reft.core.recovery.plan import TransferPlan, TransferSizes, is_made
@@ -132,20 +129,12 @@ class ShapeChange:
         values: Mapping[str, Any],
     ) -> HostStateResharding:
         """Returns the rules for this rank's host state; `values` has the published ones."""
-        kept, host = dict(values), context.host
+        kept = dict(values)
         for old, each in opened.items():
             parts = host_state_resharding.parts(each.tree)
             kept |= {digest: parts[part] for part, digest in facts[old].digests.items()}
-        return HostStateResharding(
-            rank=context.rank,
-            world=len(self.after),
-            digests=[facts[old].digests for old in range(len(self.before))],
-            values=kept,
-            live=host.live_settings(),
-            generators=[name for name, value in host.objects.items() if isinstance(value, torch.Generator)],
-            takes_all=[name for name, value in host.objects.items() if hasattr(value, "load_state_dicts")],
-            extra_states=[name for name in host.objects if name.endswith(EXTRA_STATE)],
-        )
+        digests = [facts[old].digests for old in range(len(self.before))]
+        return HostStateResharding.of(context.rank, len(self.after), digests, kept, context.host)
 
     def _match_leaves(
         self, placement: Placement, facts: Mapping[int, CapsuleFacts]
