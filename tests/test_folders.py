@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import stat
 from pathlib import Path
@@ -14,6 +13,7 @@ from reft import folders
 from reft.config import Config, runtime_dir, slots_folder
 from reft.errors import ConfigError
 from reft.folders import claim_folder, make_folder, usable_folder
+from tests.support.trainers import FORKS
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
@@ -71,7 +71,8 @@ def test_what_this_user_put_there_is_named_and_not_avoided(tmp_path, kind):
 @needs_root
 def test_a_taken_name_is_avoided_by_all_processes_alike(tmp_path):
     base = squat(tmp_path / "reft-1")
-    with multiprocessing.get_context("fork").Pool(8) as pool:
+    # Not forked from this process: its threads may hold locks, which then stay locked in the fork.
+    with FORKS.Pool(8) as pool:
         found = set(pool.map(usable_folder, [base] * 32))
     (other,) = found
     assert other.name.startswith("reft-1-") and mode(other) == 0o700 and other.lstat().st_uid == os.getuid()

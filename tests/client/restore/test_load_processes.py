@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ from reft.client.restore.transport import GroupTransport, Transport
 from reft.core.recovery.plan import TransferSizes
 from reft.errors import RestoreError
 from tests.support.loads import CLEAN, Job
+from tests.support.trainers import FORKS
 
 WORLD = 3
 DEADLINE_S = 3.0
 SIZES = TransferSizes(piece=64 << 10, band=128 << 10, window=256 << 10, ahead=128 << 10)
 AtChunk = Callable[[int, int], object]
+FAILS_AT = 20  # the chunk, or the message
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -38,6 +42,49 @@ def device_transport(group: Any, deadline_s: float) -> Transport:
     There are no tags, so both ranks of a pair must post in the same order.
     """
     return GroupTransport(group, deadline_s, torch.device("cpu"))
+
+
+@dataclass
+class Failure:
+    """Ends or stops one rank at its 20th chunk.
+
+    Attributes:
+        signal_number: that the rank sends to itself.
+        rank: the rank.
+        count: chunks that this process has read.
+    """
+
+    signal_number: int
+    rank: int
+    count: int = 0
+
+    def __call__(self, rank: int, chunk: int) -> None:
+        self.count += 1
+        if rank == self.rank and self.count == FAILS_AT:
+            os.kill(os.getpid(), self.signal_number)
+
+
+class Failing(GroupTransport):
+    """Fails at the 20th message: a keeper reads no slot."""
+
+    def __init__(self, group: Any, deadline_s: float, signal_number: int) -> None:
+        super().__init__(group, deadline_s)
+        self.signal_number, self.count = signal_number, 0
+
+    def receive(self, into: Any, source: int, tag: int) -> Any:
+        self.count += 1
+        if self.count == FAILS_AT:
+            os.kill(os.getpid(), self.signal_number)
+        return super().receive(into, source, tag)
+
+
+def failing_transport(failing: int, signal_number: int, group: Any, deadline_s: float) -> Transport:
+    is_failing = dist.get_rank() == failing
+    return Failing(group, deadline_s, signal_number) if is_failing else GroupTransport(group, deadline_s)
+
+
+def read_on(rank: int, chunk: int) -> None:
+    """Does nothing at a chunk."""
 
 
 def run_rank(
@@ -65,13 +112,14 @@ def run_rank(
 
 
 def results(
-    home: Path, lost: tuple[int, ...] = (), at_chunk: Any = lambda rank, chunk: None, failing: int | None = None,
+    home: Path, lost: tuple[int, ...] = (), at_chunk: Any = read_on, failing: int | None = None,
     make_transport: Any = GroupTransport,
 ) -> dict[int, tuple[float, str]]:  # fmt: skip
     """Returns each rank's time in seconds and its outcome; a rank that fails has none."""
-    all_ended = processes.get_context("fork").Barrier(WORLD - (failing is not None))
+    # Not forked from this process: its threads may hold locks, which then stay locked in the fork.
+    all_ended = FORKS.Barrier(WORLD - (failing is not None))
     arguments = (str(home), lost, at_chunk, make_transport, all_ended)
-    context = processes.start_processes(run_rank, arguments, nprocs=WORLD, start_method="fork", join=False)
+    context = processes.start_processes(run_rank, arguments, nprocs=WORLD, start_method="forkserver", join=False)
     end = time.monotonic() + 60
     for rank, process in enumerate(context.processes):
         if rank != failing:
@@ -101,31 +149,10 @@ def test_all_bytes_arrive(tmp_path, lost, make_transport):
 @pytest.mark.parametrize(("lost", "failing"), [((), 1), ((0,), 2), ((0,), 0)])
 def test_a_peer_that_dies_or_stops_is_named_by_all_others_within_the_deadline(tmp_path, signal_number, lost, failing):
     """A reader of slots, a reader for a keeper, and a keeper (its own slot is lost) fail."""
-    chunks = [0] * WORLD
-
-    def fails(rank: int, chunk: int) -> None:
-        chunks[rank] += 1
-        if rank == failing and chunks[rank] == 20:
-            os.kill(os.getpid(), signal_number)
-
-    def fails_after_messages(group: Any, deadline_s: float) -> Transport:
-        return Failing(group, deadline_s) if dist.get_rank() == failing else GroupTransport(group, deadline_s)
-
-    class Failing(GroupTransport):
-        """A keeper reads no slot, so it fails at a message."""
-
-        count = 0
-
-        def receive(self, into: Any, source: int, tag: int) -> Any:
-            self.count += 1
-            if self.count == 20:
-                os.kill(os.getpid(), signal_number)
-            return super().receive(into, source, tag)
-
     is_keeper = failing in lost
     outcomes = results(
-        tmp_path, lost, (lambda rank, chunk: None) if is_keeper else fails, failing,
-        fails_after_messages if is_keeper else GroupTransport,
+        tmp_path, lost, read_on if is_keeper else Failure(signal_number, failing), failing,
+        partial(failing_transport, failing, signal_number) if is_keeper else GroupTransport,
     )  # fmt: skip
     assert sorted(outcomes) == [rank for rank in range(WORLD) if rank != failing]
     said = f"RestoreError: rank {failing} stopped answering during the load"
