@@ -99,7 +99,10 @@ class HostStateResharding:
         values: Mapping[str, Any],
         host: HostState,
     ) -> HostStateResharding:
-        """Returns the rules for the host state of a new rank; asks none of the user's objects."""
+        """Returns the rules for the host state of a new rank.
+
+        It asks none of the user's objects for its state.
+        """
         objects = host.objects
         return cls(
             rank,
