@@ -124,6 +124,9 @@ def check_decision(job: str, decision: pb.Decision) -> None:
     newest = max((version.step for version in versions), default=0)
     if newest > STEP_MAX:
         raise ConfigError(f"a decision of job {job} names step {newest}; steps end at {STEP_MAX}.")
+    last = max(epoch.counter for epoch in epochs)
+    if last > STEP_MAX:
+        raise ConfigError(f"a decision of job {job} names epoch {last}; epochs end at {STEP_MAX}.")
 
 
 def epoch_to(epoch: Epoch) -> pb.Epoch:
@@ -247,7 +250,7 @@ def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
     """Returns what a round has decided.
 
     Raises:
-        ConfigError: a step is above STEP_MAX.
+        ConfigError: a step, or a number that the coordinator increases, is above STEP_MAX.
     """
     pins = pins_from(message.pins) if message.HasField("pins") else Pins()
     interval = SnapshotInterval(message.interval_start, message.every)
@@ -266,6 +269,9 @@ def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
     newest = max((*steps, *open_steps))
     if newest > STEP_MAX:
         raise ConfigError(f"step {newest} can't be decided: steps end at {STEP_MAX}.")
+    highest = max(pins.seq, pins.attempt, pins.protected_by)
+    if highest > STEP_MAX:
+        raise ConfigError(f"change or turn {highest} can't be decided: they end at {STEP_MAX}.")
     return Outcome(pins, message.until, open_steps, mismatched, interval, layout)
 
 
@@ -319,6 +325,13 @@ def layout_report_to(layout: LayoutReport) -> pb.LayoutReport:
 
 
 def layout_report_from(message: pb.LayoutReport) -> LayoutReport:
+    """Returns what a rank or a subtree reports on layouts.
+
+    Raises:
+        ConfigError: no step can follow `ready`: it is STEP_MAX or above.
+    """
+    if message.ready >= STEP_MAX:
+        raise ConfigError(f"no layout can begin after step {message.ready}: steps end at {STEP_MAX}.")
     return LayoutReport(message.wanted, message.joined, message.ready if message.HasField("ready") else -1)
 
 

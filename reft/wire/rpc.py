@@ -186,9 +186,10 @@ def is_loopback(host: str) -> bool:
 def channel(address: str, tls: Tls | None = None) -> grpc.Channel:
     """Returns a blocking channel to a unix socket or to a daemon of another node.
 
-    Trainers and the CLI use unix sockets.
+    Trainers and the CLI use unix sockets. The channel has its own connection: one that it shared
+    could have failed before the daemon was started, and would fail all calls for up to a second.
     """
-    options = _options(address)
+    options = _options(address, apart=True)
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(check_address(address), options=options)
     return grpc.secure_channel(check_address(address), *_secured(tls, options))
@@ -276,7 +277,7 @@ def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio
         tls: None: without certificates.
         apart: whether the channel gets its own connection; gRPC would share one.
     """
-    options = (*_options(address), ("grpc.use_local_subchannel_pool", int(apart)))
+    options = _options(address, apart)
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(check_address(address), options=options)
     return grpc.aio.secure_channel(check_address(address), *_secured(tls, options))
@@ -305,8 +306,9 @@ def method_of(stub: type, name: str) -> tuple[str, type[Message]]:
     return f"/{method.containing_service.full_name}/{name}", GetMessageClass(method.output_type)
 
 
-def _options(address: str) -> _Options:
-    return (*OPTIONS, *(_LOCAL_OPTIONS if address.startswith("unix:") else _REMOTE_OPTIONS))
+def _options(address: str, apart: bool) -> _Options:
+    own = ("grpc.use_local_subchannel_pool", int(apart))
+    return (*OPTIONS, own, *(_LOCAL_OPTIONS if address.startswith("unix:") else _REMOTE_OPTIONS))
 
 
 def says_protocol(metadata: object) -> bool:

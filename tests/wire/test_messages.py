@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from reft.core.commit.decision import Decision
 from reft.core.commit.pins import Pins
+from reft.core.commit.relayout import LayoutOutcome
 from reft.core.commit.round import UNDECIDED_MAX, Outcome, StepReport
 from reft.core.commit.slots import SlotState
 from reft.core.commit.snapshot_interval import SnapshotInterval
@@ -70,6 +71,30 @@ def test_impossible_steps_are_refused(over):
     ):
         with pytest.raises(ConfigError, match="steps end at"):
             messages.report_from(bad)
+
+
+def test_no_number_that_a_daemon_increases_can_arrive_at_its_limit():
+    last = messages.STEP_MAX
+    for bad, refused in (
+        (pb.Pins(seq=last + 1), "change or turn"),
+        (pb.Pins(attempt=last + 1), "change or turn"),
+        (pb.Pins(protected_by=last + 1), "change or turn"),
+        (pb.Pins(turn=last + 1), "steps end at"),
+    ):
+        with pytest.raises(ConfigError, match=refused):
+            messages.outcome_from(pb.Outcome(pins=bad))
+    with pytest.raises(ConfigError, match="no layout can begin"):
+        messages.layout_report_from(pb.LayoutReport(ready=last))
+    epoch = pb.Epoch(counter=last + 1, ident=bytes(16))
+    for decision in (pb.Decision(epoch=epoch), pb.Decision(epoch=pb.Epoch(ident=bytes(16)), known=[epoch])):
+        with pytest.raises(ConfigError, match="epochs end at"):
+            messages.check_decision("job", decision)
+
+
+def test_the_start_of_the_last_layout_travels():
+    newest = messages.layout_report_from(pb.LayoutReport(ready=messages.STEP_MAX - 1))
+    outcome = Outcome(layout=LayoutOutcome().after(newest))
+    assert messages.outcome_from(messages.outcome_to("job", Epoch(1, b"e" * 16), outcome)) == outcome
 
 
 def test_a_whole_step_that_was_not_answered_is_refused():

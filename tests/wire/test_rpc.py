@@ -188,6 +188,16 @@ def test_calls_share_a_connection_until_they_are_closed(tmp_path, monkeypatch):
     calls.close()
 
 
+def test_a_channel_does_not_share_the_failed_connection_of_another_one(tmp_path):
+    address = f"unix:{tmp_path}/socket"
+    with rpc.channel(address) as failed:
+        for _ in range(3):  # gRPC waits longer after each failure
+            with pytest.raises(grpc.RpcError):
+                pb_grpc.DaemonStub(failed).Status(pb.StatusRequest(), timeout=60, wait_for_ready=False)
+        with answering(address):
+            assert rpc.call(address, "Status", pb.StatusRequest(), 60) == pb.StatusReply()
+
+
 def test_a_daemon_that_was_started_after_a_call_failed_answers_the_next_call(tmp_path):
     """gRPC itself fails calls of that channel for up to a second."""
     address, calls = f"unix:{tmp_path}/socket", rpc.DaemonCalls()

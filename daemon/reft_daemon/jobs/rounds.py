@@ -103,20 +103,19 @@ def report(job: JobRecord, request: pb.ReportRequest) -> None:
     Raises:
         StaleEpoch: the rank belongs to an older attach.
         AttachError: the rank holds no lease.
+        ConfigError: a step is impossible. Then nothing of the report is taken.
     """
     job.check_epoch(request.epoch)
     lease = job.leases.get(request.rank)
     if lease is None or job.round is None:
         raise AttachError(f"rank {request.rank} of job {job.id} holds no lease here.")
-    step_report = messages.report_from(request.steps)
+    step_report, layout = messages.report_from(request.steps), messages.layout_report_from(request.layout)
     lease.trouble = request.trouble
     job.round.hear_request(request.rank, request.requested_every)
     lease.step = max(lease.step, step_report.until)
     if step_report.sealed:
         job.sealed_s[request.rank] = time.monotonic()
-    if request.rank in job.round.ranks and job.round.hear_layout(
-        request.rank, messages.layout_report_from(request.layout)
-    ):
+    if request.rank in job.round.ranks and job.round.hear_layout(request.rank, layout):
         publish(job)
     _hear_rank(job, request.rank, step_report, messages.digests_from(request.steps))
 
@@ -132,15 +131,17 @@ def hear_node(job: JobRecord, request: pb.GatherRequest) -> Outcome:
 
     Raises:
         AttachError: the job has no round here.
+        ConfigError: a step is impossible. Then nothing of the report is taken.
     """
     if job.round is None:
         raise AttachError(f"job {job.id} has no round here.")
     node_report, digests = messages.report_from(request.steps), messages.digests_from(request.steps)
+    layout = messages.layout_report_from(request.layout)
     is_news = job.round.hear_node(
         request.node_index, node_report, digests, request.mismatched, request.requested_every,
         messages.guard_report_from(request.guard),
     )  # fmt: skip
-    has_layout_news = job.round.hear_child_layout(request.node_index, messages.layout_report_from(request.layout))
+    has_layout_news = job.round.hear_child_layout(request.node_index, layout)
     if is_news or has_layout_news:
         publish(job)
     return job.round.outcome

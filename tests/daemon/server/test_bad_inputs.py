@@ -319,6 +319,19 @@ def test_steps_at_the_end_of_the_range(shared, job):
             job.report(0, {step: StepAnswer.SEALED})
 
 
+def test_a_report_with_an_impossible_layout_changes_nothing(shared, job):
+    job.lease(1)
+    job.report(1, {3: StepAnswer.SEALED})
+    for ready in (messages.STEP_MAX, (1 << 64) - 1):
+        request = pb.ReportRequest(
+            job="job", epoch=job.epoch, rank=0, layout=pb.LayoutReport(ready=ready),
+            steps=messages.report_to(report_of({3: StepAnswer.SEALED})),
+        )  # fmt: skip
+        with refused(Code.INVALID_ARGUMENT, "no layout can begin"):
+            job.send_report(0, request)
+    assert not job.report(0, {}).pins.HasField("whole")
+
+
 def test_an_unknown_job_is_not_found(shared):
     for method, request in (
         ("Lease", pb.LeaseRequest(job="none")), ("Release", pb.ReleaseRequest(job="none")),
