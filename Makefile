@@ -4,6 +4,7 @@ PYTHON ?= python3
 READY := .venv/.ready
 BIN := .venv/bin
 QUICK := "not slow and not soak and not chaos and not trainers"
+JOBS := tests/e2e tests/elastic tests/scenarios
 
 .PHONY: demo test test-jobs trainers test-trainers check lint stubs soak chaos bench bench-report clean
 
@@ -11,12 +12,12 @@ demo: $(READY)
 	$(BIN)/reft-cli demo
 
 test: lint
-	$(BIN)/pytest -n 3 --dist worksteal --timeout=300 -m $(QUICK) --ignore=tests/e2e
+	$(BIN)/pytest -n 3 --dist worksteal --timeout=300 -m $(QUICK) $(JOBS:%=--ignore=%)
 
 # Whole jobs wait for a third of their time, so three of them run at once on two cores. Files with a
 # shared run stay together; other tests are distributed one by one (tests/e2e/conftest.py).
 test-jobs: $(READY)
-	$(BIN)/pytest -n 3 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
+	$(BIN)/pytest -n 3 --dist loadfile --timeout=300 -m $(QUICK) $(JOBS)
 
 # Each trainer has its own environment. Two run at a time, because ranks wait for one another.
 trainers: $(READY)
