@@ -17,8 +17,8 @@ from reft.cli.demo.records import TrainingResult, read_result
 # Each of these files shares one run, or one daemon, among its tests. Tests of all other files
 # are distributed one by one.
 KEPT_TOGETHER = (
-    "test_crash_points.py", "test_daemon_faults.py", "test_demo.py", "test_exchange_faults.py", "test_moves.py",
-    "test_traffic.py",
+    "test_crash_points.py", "test_daemon_faults.py", "test_demo.py", "test_exchange_faults.py", "test_keyed_jobs.py",
+    "test_moves.py", "test_pipeline_gaps.py", "test_sharded_kinds.py", "test_traffic.py",
 )  # fmt: skip
 
 
