@@ -55,7 +55,7 @@ from reft.elastic.meeting import meet
 from reft.elastic.node import OwnDaemon, free_under_slurm, has_ended, resolve_node
 from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
 from reft.elastic.orphan_reaper import OrphanReaper
-from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
+from reft.elastic.rounds import Executor, StateHolder, label, poll_s, recorder, unlike_any_other
 from reft.elastic.shared_state import AgentFacts, SharedState
 from reft.elastic.store_poller import StorePoller
 from reft.elastic.stores import etcd, tcp
@@ -157,13 +157,13 @@ class ReftRendezvousHandler(RendezvousHandler):
         taken: AgentSecrets = AgentSecrets(),  # noqa: B008  frozen
     ) -> None:  # fmt: skip
         self._inner, self._run_id, self._facts, self._taken = inner, run_id, facts, taken
-        self._node, settings = this_node(inner), inner.settings
+        self._node, settings = unlike_any_other(this_node(inner)), inner.settings
         self._signals = RestartSignals()
         seal = EntrySeal(settings.run_id, taken.key.entry_key(settings.run_id) if taken.key else None)
         self._holder = StateHolder(backend_of(inner), settings, self._node, self._signals.is_gone, seal)
         executor = Executor(self._node, self._holder, settings, facts, shrink_s)
         record = recorder(type(inner).__name__, settings.run_id, self._node)
-        replace_parts(inner, self._holder, executor, record)
+        replace_parts(inner, self._node, self._holder, executor, record)
         for name in missing_in(CACHES, inner):
             say(f"this torch has no {name}: {name.use}.")
         self._poller = StorePoller(inner.num_nodes_waiting)
@@ -196,7 +196,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             say("this node was a spare and was not needed: the job has ended.")
             raise SystemExit(0) from error
         self._is_reaper_current, self._last_line = False, ""
-        names = {node: state.facts[node].name or str(node) for node in state.participants}
+        names = {node: state.facts[node].name or label(node) for node in state.participants}
         self._round = WorkerRound(state.round, names, self._announce_round(state))
         return info
 

@@ -208,6 +208,12 @@ def test_of_two_users_who_begin_a_job_together_one_is_refused(make_job):
     assert isinstance(refused.exception(0), ConfigError)
 
 
+def test_agents_in_two_containers_of_one_host_are_two(make_job, monkeypatch):
+    job, same = make_job(nodes="2"), _NodeDesc("127.0.0.1", 1, 0)  # each in the first process of its container
+    monkeypatch.setattr(dynamic_rendezvous._NodeDescGenerator, "generate", lambda self, local_addr: same)
+    assert sorted(job.ranks(job.agent("a"), job.agent("b"))) == [0, 1]
+
+
 def test_a_node_keeps_its_rank_under_a_new_agent(make_job):
     job = make_job("2")
     a, b = job.agent("node-a"), job.agent("node-b")
