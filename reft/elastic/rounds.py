@@ -297,7 +297,14 @@ class Executor(OpExecutor):
         state, settings = self._state, self._settings
         if self._node in state.redundancy_list:
             return f"this node stands by: the job has its {counted(settings.max_nodes, 'node')}."
-        if waited_s < WAIT_SAID_S or state.complete or len(state.participants) >= settings.min_nodes:
+        if waited_s < WAIT_SAID_S:
+            return ""
+        if state.complete and self._node in state.wait_list:
+            return (
+                f"this node waits for the next round. {counted(len(state.participants), 'node')} did not leave the round before: "
+                "workers there are ending, or have ended well."
+            )
+        if state.complete or len(state.participants) >= settings.min_nodes:
             return ""
         return (
             f"{len(state.participants)} of {counted(settings.min_nodes, 'node')} have come to the rendezvous. This node "

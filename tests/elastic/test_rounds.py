@@ -578,6 +578,21 @@ def test_a_node_that_waits_says_for_whom(make_job, monkeypatch, capfd):
     assert "[reft] this node stands by: the job has its 2 nodes." in "".join(said)
 
 
+def test_a_node_that_waits_for_the_end_of_a_round_says_so(make_job, monkeypatch, capfd):
+    monkeypatch.setattr(rounds, "WAIT_SAID_S", 0.0)
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    job.ranks(a, b)
+    capfd.readouterr()
+    (again,) = job.join(a)  # the workers of b have ended well, or end slowly
+    said = []
+    until(
+        lambda: said.append(capfd.readouterr().err) or "1 node did not leave the round before" in "".join(said),
+        what="the line",
+    )
+    assert job.join(b)[0].result(30).world_size == again.result(30).world_size == 2
+
+
 def test_waiting_nodes_begin_the_next_round_if_the_last_member_leaves_this_one(make_job):
     job = make_job("1")
     a, b = job.agent("node-a"), job.agent("node-b")
