@@ -1,4 +1,4 @@
-"""The agents' TCPStore: keep-alives while torch's agent waits, a deleted state, and a lost store."""
+"""The agents' TCPStore: keep-alives while torch's agent waits, a deleted state, a lost store."""
 
 from __future__ import annotations
 
