@@ -29,7 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -55,7 +55,7 @@ from reft.elastic.meeting import meet
 from reft.elastic.node import OwnDaemon, free_under_slurm, has_ended, resolve_node
 from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
 from reft.elastic.orphan_reaper import OrphanReaper
-from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
+from reft.elastic.rounds import Executor, StateHolder, label, poll_s, recorder, unlike_any_other
 from reft.elastic.shared_state import AgentFacts, SharedState
 from reft.elastic.store_poller import StorePoller
 from reft.elastic.stores import etcd, tcp
@@ -77,6 +77,9 @@ from reft.wire.job_key import AgentSecrets
 from reft.wire.messages import TOKEN_BYTES
 from reft.wire.v1 import daemon_pb2 as pb
 
+# What an agent tells its workers. They inherit its environment, and so would a later launch of this
+# process.
+TOLD = ("REFT_DAEMON", "REFT_ROUND", "REFT_LAUNCH", "REFT_WHOLE_STEP", "REFT_UNNAMED_JOB", "REFT_KEYED")
 SILENCE_S = 2.0  # without an answer of the store, then a line is printed
 
 
@@ -157,13 +160,13 @@ class ReftRendezvousHandler(RendezvousHandler):
         taken: AgentSecrets = AgentSecrets(),  # noqa: B008  frozen
     ) -> None:  # fmt: skip
         self._inner, self._run_id, self._facts, self._taken = inner, run_id, facts, taken
-        self._node, settings = this_node(inner), inner.settings
+        self._node, settings = unlike_any_other(this_node(inner)), inner.settings
         self._signals = RestartSignals()
         seal = EntrySeal(settings.run_id, taken.key.entry_key(settings.run_id) if taken.key else None)
         self._holder = StateHolder(backend_of(inner), settings, self._node, self._signals.is_gone, seal)
         executor = Executor(self._node, self._holder, settings, facts, shrink_s)
         record = recorder(type(inner).__name__, settings.run_id, self._node)
-        replace_parts(inner, self._holder, executor, record)
+        replace_parts(inner, self._node, self._holder, executor, record)
         for name in missing_in(CACHES, inner):
             say(f"this torch has no {name}: {name.use}.")
         self._poller = StorePoller(inner.num_nodes_waiting)
@@ -196,7 +199,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             say("this node was a spare and was not needed: the job has ended.")
             raise SystemExit(0) from error
         self._is_reaper_current, self._last_line = False, ""
-        names = {node: state.facts[node].name or str(node) for node in state.participants}
+        names = {node: state.facts[node].name or label(node) for node in state.participants}
         self._round = WorkerRound(state.round, names, self._announce_round(state))
         return info
 
@@ -359,7 +362,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        os.environ.update(self._taken.variables)  # the workers have ended; this process may launch again
+        _give_back(self._taken)  # the workers have ended; this process may launch again
         if self._warm:
             self._warm.close()
         if self._round.number < 0:  # an agent that never took part must not end the job
@@ -397,11 +400,29 @@ class ReftRendezvousHandler(RendezvousHandler):
             leaving.join(SILENCE_S)
 
 
+def _take_environment() -> AgentSecrets:
+    """Takes the secrets out of the environment, and notes what else `_give_back` shall restore.
+
+    Raises:
+        ConfigError: the job key can't be used.
+    """
+    taken = job_key.take(os.environ)
+    told = {name: os.environ[name] for name in TOLD if name in os.environ}
+    return replace(taken, variables={**taken.variables, **told})
+
+
+def _give_back(taken: AgentSecrets) -> None:
+    """Gives this process the variables that it had before the handler was made."""
+    for name in TOLD:
+        os.environ.pop(name, None)
+    os.environ.update(taken.variables)
+
+
 def create(parameters: RendezvousParameters) -> Any:
     """Returns the handler of one agent.
 
-    If anything fails, every process that was started here is ended first, and torch's patch is
-    undone.
+    If anything fails, every process that was started here is ended first, and torch's patch and the
+    environment are restored.
 
     Raises:
         ConfigError: an option or the endpoint is not valid.
@@ -411,8 +432,8 @@ def create(parameters: RendezvousParameters) -> Any:
     rendezvous_id = rendezvous_id_of(parameters.run_id)
     with contextlib.ExitStack() as cleanup:
         # Before any process is started: no child of this agent may have the key.
-        taken = job_key.take(os.environ)
-        cleanup.callback(os.environ.update, taken.variables)
+        taken = _take_environment()
+        cleanup.callback(_give_back, taken)
         warm = None
         if truth(parameters, "warm"):
             warm = begin(text(parameters, "warm_imports"))  # imports while this agent connects

@@ -47,7 +47,8 @@ OwnDaemon = tuple[str, DaemonRestarter, Tls | None]
 def resolve_node(parameters: RendezvousParameters) -> tuple[AgentFacts, OwnDaemon | None]:
     """Returns this agent's facts, and its daemon; None: there is none.
 
-    Starts a daemon if none runs.
+    Starts a daemon if none was named and none runs. A named one may start beside the agent, so it
+    gets some seconds: without it the agent would hear no signals, and give no job key on.
 
     Raises:
         ConfigError: an option is not valid.
@@ -62,7 +63,7 @@ def resolve_node(parameters: RendezvousParameters) -> tuple[AgentFacts, OwnDaemo
     certificates = tls()
     flags = _flags(parameters, certificates)
     try:
-        address, hello = daemon_launcher.find(settings, flags)
+        address, hello = daemon_launcher.find(settings, flags, is_restart=True)
         pid = local_socket.introduce(hello.local_socket, daemon_launcher.HELLO_DEADLINE_S).process.pid
         daemon_launcher.hello(address, agent_pid=pid)
     except ReftError as error:

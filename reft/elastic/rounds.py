@@ -34,10 +34,13 @@ torch's operations and timeouts stay. What differs is numbered below.
     torch tells nobody. Without a daemon's signal they trained on, if no worker noticed.
 12. A wall clock that is set back delays neither this node's signs of life nor the end of an open
     round. torch compares both with that clock: others missed the node, and all workers restarted.
+13. An agent has random bits in its number. torch tells agents apart by host name and process id.
+    Containers share the name of their host, and have the same ids: both agents waited for a second.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,6 +72,8 @@ POLL_MAX_S = 1.0
 FIRST_POLL_S = 0.02
 WAIT_SAID_S = 10.0  # then a line says for whom this node waits
 
+OWN_BITS = 48  # of an agent's number; above them is torch's, which grows with each handler of a process
+
 IsGone = Callable[[AgentFacts, float], bool]
 
 
@@ -78,6 +83,16 @@ def poll_s(max_nodes: int) -> float:
     The agent's job has `max_nodes` nodes.
     """
     return min(POLL_S + POLL_S_PER_NODE * max_nodes, POLL_MAX_S)
+
+
+def unlike_any_other(node: NodeDesc) -> NodeDesc:
+    """Returns an agent's description that no agent of another process has (13)."""
+    return NodeDesc(node.addr, node.pid, node.local_id << OWN_BITS | secrets.randbits(OWN_BITS))
+
+
+def label(node: NodeDesc) -> str:
+    """Returns an agent's name for people, where its node has no name."""
+    return f"{node.addr}_{node.pid}"
 
 
 def recorder(name: str, run_id: str, node: NodeDesc) -> Callable[..., None]:
@@ -282,7 +297,14 @@ class Executor(OpExecutor):
         state, settings = self._state, self._settings
         if self._node in state.redundancy_list:
             return f"this node stands by: the job has its {counted(settings.max_nodes, 'node')}."
-        if waited_s < WAIT_SAID_S or state.complete or len(state.participants) >= settings.min_nodes:
+        if waited_s < WAIT_SAID_S:
+            return ""
+        if state.complete and self._node in state.wait_list:
+            return (
+                f"this node waits for the next round. {counted(len(state.participants), 'node')} did not leave the round before: "
+                "workers there are ending, or have ended well."
+            )
+        if state.complete or len(state.participants) >= settings.min_nodes:
             return ""
         return (
             f"{len(state.participants)} of {counted(settings.min_nodes, 'node')} have come to the rendezvous. This node "
@@ -338,7 +360,7 @@ class Executor(OpExecutor):
     def _mark_rendezvous_closed(self) -> None:
         super()._mark_rendezvous_closed()
         if self._holder.has_failed:
-            self._state.failed = self._facts.name or str(self._node)
+            self._state.failed = self._facts.name or label(self._node)
 
     def _mark_rendezvous_complete(self) -> None:
         super()._mark_rendezvous_complete()

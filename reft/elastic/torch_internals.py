@@ -149,12 +149,21 @@ def store_of(handler: DynamicRendezvousHandler) -> Store:
 
 def replace_parts(
     handler: DynamicRendezvousHandler,
+    node: NodeDesc,
     holder: RendezvousStateHolder,
     executor: OpExecutor,
     record: Callable[..., None],
 ) -> None:
-    """Gives torch's handler another state holder, executor and method that records events."""
-    handler._state_holder, handler._op_executor, handler._record = holder, executor, record
+    """Gives torch's handler another description of this agent, state holder, executor and record.
+
+    Args:
+        handler: torch's.
+        node: this agent.
+        holder: this agent's copy of the shared state.
+        executor: executes the actions of torch's operations.
+        record: the method that records events.
+    """
+    handler._this_node, handler._state_holder, handler._op_executor, handler._record = node, holder, executor, record
 
 
 def stop_heartbeats(handler: DynamicRendezvousHandler) -> None:

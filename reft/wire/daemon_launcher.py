@@ -36,7 +36,8 @@ IDLE_EXIT_S = 600  # a daemon that a trainer or an agent started leaves so long 
 # listens.
 START_DEADLINE_S = 30.0
 HELLO_DEADLINE_S = 5.0
-# Time for a named daemon to be restarted by its owner, after it died together with trainers.
+# Time for a named daemon to be started by its owner, beside an agent, or after it died with
+# trainers.
 BACK_S = 15.0
 BACK_PAUSE_S = 0.2
 Call = Callable[[str, str, Any, float], Any]
@@ -82,7 +83,8 @@ def find(
         flags: for a daemon that is started.
         job: the job that the answer covers; empty: none.
         call: makes the call, as `rpc.call` does.
-        is_restart: whether the named daemon may have died just now, too. Then it gets some seconds.
+        is_restart: whether the named daemon may be just starting, or have died just now, too. Then
+            it gets some seconds.
 
     Raises:
         DaemonUnavailable: the named daemon does not answer, or none could be started.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from reft.elastic import handler
 from reft.elastic.orphan_reaper import OrphanReaper
+from reft.elastic.shared_state import AgentFacts
 from reft.elastic.warm import torch_patch, warm
 from reft.errors import ConfigError
 
@@ -68,3 +71,16 @@ def test_a_handler_that_fails_to_begin_leaves_no_orphan_reaper(processes, monkey
         handler.create(parameters(""))
     assert torch_patch.api.get_subprocess_handler is unpatched
     assert len(processes) == 2 and all(process.poll() is not None for process in processes)
+
+
+def test_a_later_launch_of_this_process_has_the_environment_of_before(monkeypatch):
+    monkeypatch.setenv("REFT_DAEMON", "unix:/named")
+    for name in handler.TOLD[1:]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(handler, "resolve_node", lambda parameters: (AgentFacts(), None))
+    before = dict(os.environ)
+    agent = handler.create(RendezvousParameters("reft", "", "run1", 1, 1, local_addr="127.0.0.1", last_call_timeout=1))
+    agent.next_rendezvous()
+    assert os.environ["REFT_LAUNCH"] and os.environ["REFT_ROUND"] == "0"
+    agent.shutdown()
+    assert dict(os.environ) == before

@@ -6,10 +6,12 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from reft.elastic import node
 from reft.elastic.shared_state import PLAIN
-from reft.wire import rpc
+from reft.errors import DaemonUnavailable
+from reft.wire import daemon_launcher, rpc
 from reft.wire.certificate_role import Role
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -111,6 +113,19 @@ def test_an_agent_says_that_its_certificate_does_not_fit(capfd, role, says):
 def test_an_agent_tells_whose_certificates_its_node_has(role, has_tls, addresses, whose):
     hello = pb.HelloReply(tls=has_tls, addresses=addresses)
     assert node._whose(role and SimpleNamespace(role=role), hello) == whose
+
+
+def test_an_agent_waits_for_a_named_daemon_and_then_goes_on_without(monkeypatch, capfd):
+    waits: list[bool] = []
+
+    def find(settings, flags, is_restart=False):
+        waits.append(is_restart)
+        raise DaemonUnavailable("no daemon answers.", "none")
+
+    monkeypatch.setattr(daemon_launcher, "find", find)
+    facts, daemon = node.resolve_node(RendezvousParameters("reft", "", "job", 1, 1))
+    assert waits == [True] and daemon is None and not facts.home
+    assert "this node has no reft-daemon" in capfd.readouterr().err
 
 
 def test_the_address_towards_a_host():

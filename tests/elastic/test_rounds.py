@@ -208,6 +208,12 @@ def test_of_two_users_who_begin_a_job_together_one_is_refused(make_job):
     assert isinstance(refused.exception(0), ConfigError)
 
 
+def test_agents_in_two_containers_of_one_host_are_two(make_job, monkeypatch):
+    job, same = make_job(nodes="2"), _NodeDesc("127.0.0.1", 1, 0)  # each in the first process of its container
+    monkeypatch.setattr(dynamic_rendezvous._NodeDescGenerator, "generate", lambda self, local_addr: same)
+    assert sorted(job.ranks(job.agent("a"), job.agent("b"))) == [0, 1]
+
+
 def test_a_node_keeps_its_rank_under_a_new_agent(make_job):
     job = make_job("2")
     a, b = job.agent("node-a"), job.agent("node-b")
@@ -570,6 +576,21 @@ def test_a_node_that_waits_says_for_whom(make_job, monkeypatch, capfd):
     job.join(job.agent("node-s"))
     until(lambda: said.append(capfd.readouterr().err) or "stands by" in "".join(said), what="the line of the spare")
     assert "[reft] this node stands by: the job has its 2 nodes." in "".join(said)
+
+
+def test_a_node_that_waits_for_the_end_of_a_round_says_so(make_job, monkeypatch, capfd):
+    monkeypatch.setattr(rounds, "WAIT_SAID_S", 0.0)
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    job.ranks(a, b)
+    capfd.readouterr()
+    (again,) = job.join(a)  # the workers of b have ended well, or end slowly
+    said = []
+    until(
+        lambda: said.append(capfd.readouterr().err) or "1 node did not leave the round before" in "".join(said),
+        what="the line",
+    )
+    assert job.join(b)[0].result(30).world_size == again.result(30).world_size == 2
 
 
 def test_waiting_nodes_begin_the_next_round_if_the_last_member_leaves_this_one(make_job):

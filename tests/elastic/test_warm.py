@@ -273,6 +273,11 @@ def test_a_server_ends_with_its_agent(server):
     assert server.process.wait(60) == 0
 
 
+def test_a_server_whose_agent_ended_during_its_imports_ends_without_a_traceback(server):
+    server._control.close()
+    assert server.process.wait(60) == 0
+
+
 def test_workers_draw_different_random_numbers(tmp_path, monkeypatch):
     """numpy and torch seed themselves on import, which the server did for all workers.
 

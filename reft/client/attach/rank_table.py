@@ -255,7 +255,7 @@ class RankTable:
             if info.key_mark != first.key_mark:
                 raise ConfigError(
                     f"rank 0 and rank {rank} have different job keys, or one of them has none.",
-                    "the same REFT_JOB_KEY_FILE for all ranks",
+                    "the same REFT_JOB_KEY_FILE for all ranks; start reft-daemon before torchrun, which gives it the key",
                 )
             for name, value in vars(first.agreed).items():
                 other = getattr(info.agreed, name)

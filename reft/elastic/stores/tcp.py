@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistNetworkError, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
@@ -59,6 +59,7 @@ class TcpBackend(RendezvousBackend):
         self._store, self._key = store, PREFIX + rendezvous_id
         self._every_s = idle_s / BEATS_IN_PATIENCE
         self._beat_s = float("-inf")
+        self._why_lost = ""  # once the connection is broken
 
     @property
     def name(self) -> str:
@@ -96,8 +97,15 @@ class TcpBackend(RendezvousBackend):
         Raises:
             RendezvousConnectionError: the store does not answer, or refuses.
         """
+        if self._why_lost:
+            raise RendezvousConnectionError(self._why_lost)
         try:
             return getattr(self._store, method)(*arguments)
+        except DistNetworkError as error:
+            # torch never connects again, and prints twenty lines at each further call: five times a
+            # second, until training ends.
+            self._why_lost = f"the rendezvous store fails: {error}"
+            raise RendezvousConnectionError(self._why_lost) from error
         except (ValueError, RuntimeError, TimeoutError) as error:
             raise RendezvousConnectionError(f"the rendezvous store fails: {error}") from error
 

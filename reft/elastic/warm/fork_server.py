@@ -303,17 +303,29 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
     try:
+        order, score = _serve_ready(control)
+    except ConnectionError:
+        return  # the agent has ended meanwhile
+    if order is not None:
+        if not set_oom_score(score):
+            say(f"oom_score_adj of this worker stays {oom_score()}, not {score}.")
+        run(order)
+
+
+def _serve_ready(control: socket.socket) -> tuple[WorkerOrder | None, int]:
+    """Imports the modules, then serves; returns the result of `serve`, and the agent's oom score.
+
+    Raises:
+        ConnectionError: the agent has ended.
+    """
+    try:
         prepare(sys.argv[3].split("+"))
     except ForkFailed as error:
         send(control, {"error": str(error)})
-        return
+        return None, 0
     # The server holds nothing that a new one would not have, so it goes first when memory is short.
     # A worker holds the training, so it gets the agent's score back.
     score = oom_score()
     set_oom_score(max(score, SERVER_OOM_SCORE))
     send(control, {"ready": True})
-    order = serve(control)
-    if order is not None:
-        if not set_oom_score(score):
-            say(f"oom_score_adj of this worker stays {oom_score()}, not {score}.")
-        run(order)
+    return serve(control), score

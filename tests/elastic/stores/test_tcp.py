@@ -1,4 +1,4 @@
-"""The agents' TCPStore: keep-alives while torch's agent waits, and a state that was deleted."""
+"""The agents' TCPStore: keep-alives while torch's agent waits, a deleted state, a lost store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from torch.distributed import DistStoreError, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from reft.elastic.stores import tcp
 from reft.elastic.stores.tcp import PREFIX, TcpBackend
@@ -50,3 +50,17 @@ def test_a_deleted_state_is_told_from_one_that_did_not_change(server):
     assert backend.set_state(b"two") == (b"two", b"two", True)
     assert backend.set_state(b"two", b"two") == (b"two", b"two", True)
     assert backend.set_state(b"three", b"one") == (b"two", b"two", False)
+
+
+def test_a_lost_store_is_asked_once(capfd):
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    backend = TcpBackend(TCPStore("127.0.0.1", server.port, is_master=False), "job")
+    assert backend.get_state() is None
+    del server
+    with pytest.raises(RendezvousConnectionError) as first:
+        backend.get_state()
+    capfd.readouterr()
+    with pytest.raises(RendezvousConnectionError) as second:
+        backend.set_state(b"one")
+    assert str(second.value) == str(first.value)
+    assert not capfd.readouterr().err, "torch prints twenty lines at each call, and agents call five times a second"
