@@ -26,7 +26,7 @@ from reft.cli import recover_view, status_text, status_view, storage
 from reft.cli.ask import NoSuchJob, ask, local_address
 from reft.cli.export.casts import NAMES
 from reft.cli.export.command import ExportCommand, report_lines
-from reft.cli.export.start import export_source, progress
+from reft.cli.export.start import export_source, is_terminal, progress
 from reft.cli.go_back import GoBackCommand
 from reft.cli.persist import persist_job, progress_text
 from reft.cli.purge_all import purge_all_command
@@ -251,7 +251,7 @@ def persist(job: str, as_json: bool, daemon: str | None) -> None:
     Run it on any node of JOB. The checkpoint has the newest protected step, or the newest whole one
     if nothing is exchanged. JOB trains on meanwhile. Ctrl-C ends the waiting, not the checkpoint.
     """
-    show_bar = not as_json and sys.stderr.isatty()
+    show_bar = not as_json and is_terminal(sys.stderr)
 
     def show(storage: pb.StorageStatus) -> None:
         if show_bar:
@@ -517,7 +517,7 @@ def verify(root: str, job: str, persist_key_file: Path | None, as_json: bool) ->
                 if not as_json:
                     words = "sound" if answer["sound"] else f"DAMAGED: {answer['damage']}"
                     click.echo(f"job {answer['job']}  lineage {answer['lineage']}  {answer['name']}  {words}")
-            elif not as_json and sys.stderr.isatty():
+            elif not as_json and is_terminal(sys.stderr):
                 done = f"{format_bytes(answer['done_bytes'])} of {format_bytes(answer['total_bytes'])}"
                 click.echo(f"\r{answer['name']}  {done}   \r", err=True, nl=False)
         if job and not results:
@@ -576,7 +576,7 @@ def _confirm(question: str, as_json: bool) -> None:
         Abort: any other answer; exit code 1.
         ConfigError: nobody can be asked.
     """
-    if as_json or not sys.stdin.isatty():
+    if as_json or not is_terminal(sys.stdin):
         raise ConfigError("purge can't ask for confirmation: stdin is no terminal, or --json was given.", "add --yes")
     click.echo(f"{question} [y/N]: ", nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
