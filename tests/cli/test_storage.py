@@ -17,8 +17,11 @@ from reft.cli import ask, purge_all, storage
 from reft.cli import main as cli
 from reft.cli.main import main
 from reft.cli.storage import start_audit
+from reft.core.commit.version import Epoch, Version
+from reft.core.persist.stored_names import MANIFEST, CheckpointName
 from reft.errors import ConfigError
 from reft.wire.slot_format import read_head
+from reft.wire.stored_format import StoredManifest, encode_manifest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.persist.persister import STALL_S
 from tests.support.daemons import DaemonProcess
@@ -129,6 +132,18 @@ def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]], 
         assert done["step"] == older and f"-s{newest} is damaged, not used" in " ".join(done["notes"])
     finally:
         path.write_bytes(whole)
+
+
+def test_words_from_storage_forge_no_line(tmp_path: Path) -> None:
+    """Whoever can write to the storage could give orders to the terminal."""
+    version, lineage = Version(Epoch(1, bytes(16)), 3), "0123456789abcdef"
+    folder = tmp_path / "run" / lineage / str(CheckpointName.of(version))
+    folder.mkdir(parents=True)
+    manifest = StoredManifest(version, "x\x1b[2J\nall is sound", lineage, "00" * 16, b"", b"", ())
+    (folder / MANIFEST).write_bytes(encode_manifest(manifest, None))
+    for verb in ("list", "verify"):
+        shown = invoke(verb, str(tmp_path)).stdout
+        assert "it belongs to job x\\x1b[2J\\nall is sound" in shown and "\x1b" not in shown
 
 
 def test_job_that_cannot_be_read_hides_no_other(held: tuple[DaemonProcess, Path, list[int]]) -> None:
