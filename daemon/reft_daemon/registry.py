@@ -242,14 +242,27 @@ class Registry:
             try:
                 return await leasing.lease(job, request, caller)
             except NoRoom:
-                ended = [
-                    each for each in self.jobs.values()
-                    if each is not job and may_be_dropped(each, self.heartbeat_service.monitors.agent_of(each.id))
-                ]  # fmt: skip
-                if not ended:
+                if not self.drop_oldest(job.id, f"job {job.id} needed its memory"):
                     raise
-                oldest = min(ended, key=lambda candidate: candidate.ended_s)
-                self._free(oldest, f"job {job.id} needed its memory: jobs that ended and have no name make room")
+
+    def drop_oldest(self, but: str, why: str) -> bool:
+        """Drops the job that ended first of those without a name; returns whether there was one.
+
+        A job without a trainer so far stays: its attach goes on, or its slots were rebuilt here.
+
+        Args:
+            but: name of the job that needs the room.
+            why: the beginning of the reason.
+        """
+        agent_of = self.heartbeat_service.monitors.agent_of
+        ended = [
+            each for each in self.jobs.values()
+            if each.id != but and each.leases and may_be_dropped(each, agent_of(each.id))
+        ]  # fmt: skip
+        if ended:
+            oldest = min(ended, key=lambda candidate: candidate.ended_s)
+            self._free(oldest, f"{why}: jobs that ended and have no name make room")
+        return bool(ended)
 
     def release(self, request: pb.ReleaseRequest, pid: int) -> None:
         """Ends a rank's lease, for process `pid`. If its attach was refused, undoes its decision.
@@ -382,7 +395,8 @@ def job_to_decide(registry: Registry, request: pb.DecideRequest) -> JobRecord:
             f"job {name} was freed on this node while an attach planned its restore with slots of this node.",
             "start the job again: it goes on with what is held then",
         )
-    if name not in registry.jobs and len(registry.jobs) >= JOBS_MAX:
+    is_full = name not in registry.jobs and len(registry.jobs) >= JOBS_MAX
+    if is_full and not registry.drop_oldest(name, f"job {name} needed a place, of which there are {JOBS_MAX}"):
         raise NoRoom(f"this daemon holds {len(registry.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge JOB")
     job = registry.jobs.get(name) or JobRecord(registry.arena, pb.JobRecord(manifest=manifest), registry.changes)
     if messages.job_mark(job.record.manifest) != messages.job_mark(manifest):
