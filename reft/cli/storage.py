@@ -104,7 +104,7 @@ def rows_of_job(address: str, job: str) -> list[HeldEntry]:
 
 
 def _with_memory(job_survey: JobSurvey, lineages: Sequence[StoredLineage], stored: list[HeldEntry]) -> list[HeldEntry]:
-    """Returns the rows of storage, and those of memory before them; behind them what is left behind."""
+    """Returns the rows of memory and storage; last, what the job left behind in memory."""
     plan, manifest = job_survey.plan(()), job_survey.manifest
     ident = manifest.lineage if manifest is not None else ""
     held = [plan.base] if plan.guard in (None, plan.base) else [plan.base, plan.guard]

@@ -103,7 +103,7 @@ def export_source(
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a standard stream is a terminal; one that the caller has closed is None, and is not."""
+    """Whether a standard stream is a terminal. One that the caller has closed is None."""
     return stream is not None and stream.isatty()
 
 

@@ -351,7 +351,7 @@ def test_foreign_files_are_neither_read_nor_removed(tmp_path: Path, slots: list[
 
 
 def test_checkpoint_whose_manifest_can_not_be_read_is_not_removed(tmp_path: Path, slots: list[Slot]) -> None:
-    """Its bytes may be sound: a person may repair it, or storage gives other bytes the next time."""
+    """A person may repair it, or storage gives other bytes the next time."""
     store, newer = _store(tmp_path), replace(VERSION, step=50)
     _persist(store, slots)
     for slot in slots:
