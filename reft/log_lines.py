@@ -108,7 +108,7 @@ class LogFileHandler(logging.handlers.RotatingFileHandler):
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=create)
 
     def doRollover(self) -> None:
-        """Begins a new file. Where the folder takes no FILE.1, the file grows to twice its size first.
+        """Begins a new file. Where the folder takes no FILE.1, the file doubles its size first.
 
         Else the log would end at FILE_BYTES, for example in /var/log, where only the file is ours.
         """
