@@ -74,7 +74,7 @@ def _naming_node(node: pb.Node) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_coordinator(job: JobRecord) -> Iterator[None]:
-    """Adds the name of the coordinator's node to the errors of calls that were passed on to it.
+    """Names the coordinator's node in the errors of calls that were passed on.
 
     Its silence travels as AttachError: else the caller would take this daemon for silent.
 
