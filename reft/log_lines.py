@@ -107,6 +107,18 @@ class LogFileHandler(logging.handlers.RotatingFileHandler):
 
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=create)
 
+    def doRollover(self) -> None:
+        """Begins a new file. Where the folder takes no FILE.1, the file doubles its size first.
+
+        Else the log would end at FILE_BYTES, for example in /var/log, where only the file is ours.
+        """
+        try:
+            super().doRollover()
+        except OSError:
+            self.stream = self._open()
+            if os.fstat(self.stream.fileno()).st_size >= 2 * self.maxBytes:
+                self.stream.truncate(0)
+
     def reopen(self) -> None:
         """Opens the path anew: another program has renamed or removed the file."""
         self.acquire()

@@ -106,6 +106,21 @@ def test_a_log_file_is_bounded(tmp_path, monkeypatch):
     assert "line 199" in (tmp_path / "log").read_text()
 
 
+def test_a_log_goes_on_where_its_folder_takes_no_second_file(tmp_path, monkeypatch):
+    """As in /var/log, where only the file belongs to the user."""
+    monkeypatch.setattr(log_lines, "FILE_BYTES", 2000)
+    (tmp_path / "log.1" / "in the way").mkdir(parents=True)
+    handler = LogFileHandler(tmp_path / "log")
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    sizes = set()
+    for number in range(200):
+        handler.handle(logging.LogRecord("reft", logging.INFO, "", 0, f"line {number:<80}", (), None))
+        assert (tmp_path / "log").read_text().splitlines()[-1].strip() == f"line {number}"
+        sizes.add((tmp_path / "log").stat().st_size)
+    handler.close()
+    assert 2000 < max(sizes) < 4000 + 100, "a line more at most"
+
+
 def test_every_program_of_the_daemon_logs_this_way():
     sources = [
         path for name in ("daemon", "reft") for path in (Path(log_lines.__file__).parents[1] / name).rglob("*.py")

@@ -44,6 +44,7 @@ from reft_daemon.persist.persister import PersistSettings
 log = logging.getLogger("reft.daemon")
 JOBS_MAX = 256
 DECISION_TRIES = 16  # each fails only if a rank here got or gave up a lease meanwhile
+MAKES_ROOM = "jobs that ended and have no name make room"
 PAUSE_S = 0.05  # shortest pause between two checks for expired jobs: --ttl may be 0
 
 
@@ -157,6 +158,10 @@ class Registry:
         # A placement of thousands of ranks takes seconds. Nobody changes the request meanwhile.
         placement = await asyncio.to_thread(epochs.place, request)
         async with self.arena.job_files.deciding:
+            name = request.manifest.job
+            is_full = name not in self.jobs and len(self.jobs) >= JOBS_MAX
+            if is_full and (oldest := oldest_to_drop(self, name)) is not None:
+                self._free(oldest, f"job {name} needed a place, of which there are {JOBS_MAX}: {MAKES_ROOM}")
             for _ in range(DECISION_TRIES):
                 job = job_to_decide(self, request)
                 if await run_in_slices(epochs.decide(job, request, placement)):
@@ -242,14 +247,9 @@ class Registry:
             try:
                 return await leasing.lease(job, request, caller)
             except NoRoom:
-                ended = [
-                    each for each in self.jobs.values()
-                    if each is not job and may_be_dropped(each, self.heartbeat_service.monitors.agent_of(each.id))
-                ]  # fmt: skip
-                if not ended:
+                if (oldest := oldest_to_drop(self, job.id)) is None:
                     raise
-                oldest = min(ended, key=lambda candidate: candidate.ended_s)
-                self._free(oldest, f"job {job.id} needed its memory: jobs that ended and have no name make room")
+                self._free(oldest, f"job {job.id} needed its memory: {MAKES_ROOM}")
 
     def release(self, request: pb.ReleaseRequest, pid: int) -> None:
         """Ends a rank's lease, for process `pid`. If its attach was refused, undoes its decision.
@@ -366,6 +366,23 @@ class Registry:
         await asyncio.gather(self.turns.close(), self.persists.close())
         await self.heartbeat_service.close()
         await self.peers.close()
+
+
+def oldest_to_drop(registry: Registry, but: str) -> JobRecord | None:
+    """Returns the job without a name that ended first; None: there is none.
+
+    A job without a trainer so far stays: its attach goes on, or its slots were rebuilt here.
+
+    Args:
+        registry: all jobs.
+        but: name of the job that needs the room.
+    """
+    agent_of = registry.heartbeat_service.monitors.agent_of
+    ended = [
+        each for each in registry.jobs.values()
+        if each.id != but and each.leases and may_be_dropped(each, agent_of(each.id))
+    ]  # fmt: skip
+    return min(ended, key=lambda candidate: candidate.ended_s, default=None)
 
 
 def job_to_decide(registry: Registry, request: pb.DecideRequest) -> JobRecord:

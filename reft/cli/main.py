@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from reft.cli import recover_view, status_text, status_view, storage
 from reft.cli.ask import NoSuchJob, ask, local_address
 from reft.cli.export.casts import NAMES
 from reft.cli.export.command import ExportCommand, report_lines
-from reft.cli.export.start import export_source, progress
+from reft.cli.export.start import export_source, is_terminal, progress
 from reft.cli.go_back import GoBackCommand
 from reft.cli.persist import persist_job, progress_text
 from reft.cli.purge_all import purge_all_command
@@ -251,7 +251,7 @@ def persist(job: str, as_json: bool, daemon: str | None) -> None:
     Run it on any node of JOB. The checkpoint has the newest protected step, or the newest whole one
     if nothing is exchanged. JOB trains on meanwhile. Ctrl-C ends the waiting, not the checkpoint.
     """
-    show_bar = not as_json and sys.stderr.isatty()
+    show_bar = not as_json and is_terminal(sys.stderr)
 
     def show(storage: pb.StorageStatus) -> None:
         if show_bar:
@@ -308,7 +308,7 @@ def purge(job: str, all_jobs: bool, yes: bool, as_json: bool, daemon: str | None
         return
     click.echo(f"job {job}: freed {format_bytes(freed)} on {reply.node}.")
     if others:
-        click.echo(f"Other nodes may still hold the job: run this command on {', '.join(others)} too.")
+        _echo_lines([f"Other nodes may still hold the job: run this command on {', '.join(others)} too."])
 
 
 @main.command()
@@ -439,7 +439,7 @@ def list_held(what: str, persist_key_file: Path | None, as_json: bool, daemon: s
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, "jobs": storage.document(rows)}, indent=2))
         return
     for job, each in rows.items():
-        click.echo("\n".join(storage.lines_of(job, each)))
+        _echo_lines(storage.lines_of(job, each))
     if not rows:
         click.echo(f"{what} holds no job.")
 
@@ -492,7 +492,7 @@ def export(
         }  # fmt: skip
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result}, indent=2))
         return
-    click.echo("\n".join(report_lines(report, path, format_bytes(report.nbytes))))
+    _echo_lines(report_lines(report, path, format_bytes(report.nbytes)))
 
 
 @main.command()
@@ -516,8 +516,8 @@ def verify(root: str, job: str, persist_key_file: Path | None, as_json: bool) ->
                 results.append(answer)
                 if not as_json:
                     words = "sound" if answer["sound"] else f"DAMAGED: {answer['damage']}"
-                    click.echo(f"job {answer['job']}  lineage {answer['lineage']}  {answer['name']}  {words}")
-            elif not as_json and sys.stderr.isatty():
+                    _echo_lines([f"job {answer['job']}  lineage {answer['lineage']}  {answer['name']}  {words}"])
+            elif not as_json and is_terminal(sys.stderr):
                 done = f"{format_bytes(answer['done_bytes'])} of {format_bytes(answer['total_bytes'])}"
                 click.echo(f"\r{answer['name']}  {done}   \r", err=True, nl=False)
         if job and not results:
@@ -563,7 +563,13 @@ def _purge_all(address: str, yes: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result.document()}, indent=2))
     else:
-        click.echo("\n".join(result.lines()))
+        _echo_lines(result.lines())
+
+
+def _echo_lines(lines: Iterable[str]) -> None:
+    """Prints lines with words of others, such as files on storage: they forge no line."""
+    for line in lines:
+        click.echo(status_text.safe(line))
 
 
 def _confirm(question: str, as_json: bool) -> None:
@@ -576,7 +582,7 @@ def _confirm(question: str, as_json: bool) -> None:
         Abort: any other answer; exit code 1.
         ConfigError: nobody can be asked.
     """
-    if as_json or not sys.stdin.isatty():
+    if as_json or not is_terminal(sys.stdin):
         raise ConfigError("purge can't ask for confirmation: stdin is no terminal, or --json was given.", "add --yes")
     click.echo(f"{question} [y/N]: ", nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):

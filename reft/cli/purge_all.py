@@ -19,6 +19,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,7 +235,7 @@ class PurgeAllCommand:
         """Returns the folders of slots of other daemons of this user."""
         left = {}
         for path in sorted(self._slots.parent.glob(f"reft-{os.getuid()}-*")):
-            if path != self._slots:
+            if path != self._slots and _is_own_folder(path):
                 with _free_lock(path / "lock") as is_free:
                     left[str(path)] = (
                         f"no daemon uses these slots of another --socket; to free them: rm -r {path}"
@@ -264,6 +265,15 @@ class PurgeAllCommand:
             if not is_free:
                 raise AttachError("attach starts a daemon on this node now.", "end that job, then try again")
             yield
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether a path is a folder of this user. In /dev/shm anybody may take any name."""
+    try:
+        facts = path.lstat()
+    except OSError:  # gone by now
+        return False
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ from reft.cli.survey import survey
 from reft.config import child_environment
 from reft.core.commit.version import Version
 from reft.core.persist.storage_url import check_url, is_url
-from reft.core.persist.stored_lineages import StoredLineage
-from reft.errors import ConfigError, ReftError
+from reft.core.persist.stored_lineages import StoredLineage, newer_than_memory
+from reft.errors import ConfigError, DaemonUnavailable, ReftError
 from reft.wire import messages
+from reft.wire.inventory import JobSurvey, StoredHistory, lineages_from
 from reft.wire.v1 import daemon_pb2 as pb
 
 STORED_S = 120.0  # the daemon gives up on its storage earlier
+LEFT_BEHIND = "left behind: the job went on from an earlier step"
 UNITS = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
@@ -63,36 +65,64 @@ class HeldEntry:
 def rows_of_job(address: str, job: str) -> list[HeldEntry]:
     """Returns what memory and storage hold of a job, the newest first.
 
-    A row says so if storage can't be listed, and memory has the job.
+    A row says so if one of both can't be listed, and the other has the job.
 
     Raises:
         NoSuchJob: neither has the job.
-        ReftError: the daemon does not answer; or memory has nothing, and storage can't be listed.
+        ReftError: the daemon does not answer; or one has nothing, and the other can't be listed.
     """
-    rows: list[HeldEntry] = []
-    with suppress(NoSuchJob):
+    job_survey, trouble = None, None
+    try:
         job_survey = survey(address, job)[0]
-        plan, manifest = job_survey.plan(()), job_survey.manifest
-        lineage = manifest.lineage if manifest is not None else ""
-        held = [plan.base] if plan.guard in (None, plan.base) else [plan.base, plan.guard]
-        notes = ["", "survives lost nodes"]
-        rows += [
-            HeldEntry("memory", each.step, each.epoch.counter, None, lineage, True, note)
-            for each, note in zip(held, notes, strict=False)
-            if each is not None
-        ]
+    except NoSuchJob:
+        pass
+    except DaemonUnavailable:
+        raise
+    except ReftError as error:  # the job's record on this node is damaged, for example
+        trouble = error
+    rows: list[HeldEntry] = []
+    lineages: list[StoredLineage] = []
     try:
         reply: pb.StoredReply = ask(address, "Stored", pb.StoredRequest(job=job), STORED_S)
-        rows += [row for each in reply.lineages for row in _stored_rows(each)]
+        rows = [row for each in reply.lineages for row in _stored_rows(each)]
+        lineages = lineages_from(reply)
     except ConfigError:
         rows.append(HeldEntry("storage", -1, -1, counts=False, note="this daemon has no storage (--persist)"))
     except ReftError as error:
-        if not rows:
-            raise
+        if job_survey is None:
+            raise trouble or error from error
         rows.append(HeldEntry("storage", -1, -1, counts=False, note=f"not listed: {error.message}"))
+    if job_survey is not None:
+        rows = _with_memory(job_survey, lineages, rows)
     if all(row.step < 0 for row in rows):
-        raise NoSuchJob(f"neither memory nor storage holds job {job!r}.", "reft-cli status lists the jobs in memory")
+        raise trouble or NoSuchJob(
+            f"neither memory nor storage holds job {job!r}.", "reft-cli status lists the jobs in memory"
+        )
+    if trouble is not None:
+        rows.insert(0, HeldEntry("memory", -1, -1, counts=False, note=f"not listed: {trouble.message}"))
     return rows
+
+
+def _with_memory(job_survey: JobSurvey, lineages: Sequence[StoredLineage], stored: list[HeldEntry]) -> list[HeldEntry]:
+    """Returns the rows of memory and storage; last, what the job left behind in memory."""
+    plan, manifest = job_survey.plan(()), job_survey.manifest
+    ident = manifest.lineage if manifest is not None else ""
+    held = [plan.base] if plan.guard in (None, plan.base) else [plan.base, plan.guard]
+    kept = set(held)
+    lineage = next((each for each in lineages if each.ident == ident), None)
+    if lineage is not None and newer_than_memory(job_survey.decision, lineage):
+        with suppress(ReftError):  # two histories on storage: its rows say so
+            history = StoredHistory(lineage.decisions, lineage.history(), manifest=manifest)
+            kept &= set(replace(job_survey, storage=history).restorable())
+    notes = ["", "survives lost nodes"]
+    rows = [
+        HeldEntry(
+            "memory", each.step, each.epoch.counter, None, ident, each in kept, note if each in kept else LEFT_BEHIND
+        )
+        for each, note in zip(held, notes, strict=False)
+        if each is not None
+    ]
+    return [row for row in rows if row.counts] + stored + [row for row in rows if not row.counts]
 
 
 def _stored_rows(stored: pb.StoredLineage) -> list[HeldEntry]:
@@ -102,7 +132,7 @@ def _stored_rows(stored: pb.StoredLineage) -> list[HeldEntry]:
         order, trouble = lineage.restorable(), ""
     except ReftError as error:
         order, trouble = [], error.message
-    left_behind = trouble or "left behind: the job went on from an earlier step"
+    left_behind = trouble or LEFT_BEHIND
 
     def key(version: Version) -> tuple[bool, tuple[int, int]]:
         return version in order, version.order
@@ -118,7 +148,7 @@ def _stored_rows(stored: pb.StoredLineage) -> list[HeldEntry]:
 
 def rows_of_lineage(lineage: Mapping[str, Any]) -> list[HeldEntry]:
     """Returns the rows of a lineage in a document of `reft_daemon.persist.audit`."""
-    left_behind = lineage["trouble"] or "left behind: the job went on from an earlier step"
+    left_behind = lineage["trouble"] or LEFT_BEHIND
     ended = "ended by reft-cli purge" if lineage["ended"] else ""
     return [
         HeldEntry(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from reft.cli.ask import NoSuchJob, ask
 from reft.errors import ReftError
@@ -15,6 +16,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 SURVEY_DEADLINE_S = 8.0  # the asked daemon gives the other daemons three seconds
 LOOKS_MAX = 3
+AT_ONCE = 8  # of the 64 surveys that a daemon makes at once
 ROUNDS_MAX = 3  # a reply may name an attach, and nodes, that the first daemon does not know
 
 
@@ -72,14 +74,23 @@ def _add_replies(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.Surve
 def surveys(address: str, reply: pb.StatusReply) -> dict[str, JobSurvey]:
     """Returns the survey of each job in a status reply.
 
-    A job is missing if the job has no survey, or if the daemon was slow or has freed the job.
+    A job is missing if the job has no survey, or if the daemon was slow or has freed the job. Each
+    waits for silent nodes, so some are made at once.
     """
-    surveys_by_job = {}
-    for status in reply.jobs:
+    surveys_by_job: dict[str, JobSurvey] = {}
+
+    def look(status: pb.JobStatus) -> None:
         with contextlib.suppress(ReftError, ValueError):
             job_survey = steady(address, status)
             _ = job_survey.placements  # raises if the manifest has no layouts; the job then has no survey
             surveys_by_job[status.job] = job_survey
+
+    pool = ThreadPoolExecutor(AT_ONCE, "reft-survey")
+    try:
+        for ended in [pool.submit(look, status) for status in reply.jobs]:
+            ended.result()
+    finally:  # Ctrl-C waits for those that have begun, no more
+        pool.shutdown(wait=False, cancel_futures=True)
     return surveys_by_job
 
 

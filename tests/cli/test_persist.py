@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from click.testing import CliRunner
 
 from reft.cli import main, persist
 from reft.cli.ask import NoSuchJob
-from reft.errors import AttachError, DaemonUnavailable
+from reft.cli.export.start import progress
+from reft.errors import AttachError, ConfigError, DaemonUnavailable
 from reft.wire.v1 import daemon_pb2 as pb
 
 WRITING = pb.StorageStatus(persisted=-1, step=7, written_bytes=1 << 20, total_bytes=4 << 20)
@@ -69,3 +71,16 @@ def test_the_result_as_json(answers):
     assert json.loads(result.output) == {
         "schema_version": 1, "job": "run1", "step": 8, "bytes": 4 << 20, "took_s": 2.0,
     }  # fmt: skip
+
+
+def test_closed_standard_streams_are_no_terminals(answers, monkeypatch, capsys):
+    """Python has None for a stream that the caller closed, as a supervisor may."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match="stdin is no terminal"):
+        main._confirm("Free it?", as_json=False)
+    monkeypatch.setattr(sys, "stderr", None)
+    answers[0].append(pb.PersistJobReply(done=True, storage=WRITTEN))
+    main.persist.callback("run1", as_json=False, daemon="unix:/d")
+    assert "step 8 is on storage" in capsys.readouterr().out
+    with progress(as_json=False) as show:
+        show(0, 1)

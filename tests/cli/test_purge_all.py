@@ -81,6 +81,18 @@ def test_what_a_killed_daemon_left_is_removed(place):
     assert purge_all(place).removed == ()
 
 
+def test_names_that_others_took_in_shared_memory_stop_nothing(place):
+    """In /dev/shm anybody may make them; another user's folder can't even be entered."""
+    slot = leave_behind(place)
+    foreign = slot.parents[1].with_name(f"reft-{os.getuid()}-{place.parent.name[-8:]}")
+    foreign.write_bytes(b"no folder")
+    try:
+        result = purge_all(place)
+        assert not slot.exists() and str(foreign) not in result.left
+    finally:
+        foreign.unlink()
+
+
 def test_files_of_others_stay_and_are_named(place):
     leave_behind(place)
     (place / "notes.txt").touch()

@@ -17,10 +17,17 @@ from reft.cli import ask, purge_all, storage
 from reft.cli import main as cli
 from reft.cli.main import main
 from reft.cli.storage import start_audit
-from reft.errors import ConfigError
+from reft.core.commit.decision import Decision
+from reft.core.commit.version import Epoch, Version
+from reft.core.persist.stored_names import MANIFEST, CheckpointName, decision_file
+from reft.errors import ConfigError, FormatError
+from reft.wire import messages
 from reft.wire.slot_format import read_head
+from reft.wire.stored_format import StoredManifest, encode_manifest
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.persist.checkpoint_store import CheckpointStore
 from reft_daemon.persist.persister import STALL_S
+from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support.daemons import DaemonProcess
 from tests.support.stored import persist, record_of
 from tests.support.trainers import Spec, Trainers
@@ -64,6 +71,38 @@ def test_list_of_a_job_has_memory_and_storage(held: tuple[DaemonProcess, Path, l
     assert {row["lineage"] for row in job["held"]} == {record_of(daemon).manifest.lineage}
     lines = invoke("list", "job", daemon=daemon.address).stdout.splitlines()
     assert lines[0] == "job job" and f"step {newest} (epoch 1)" in lines[2] and lines[2].startswith("  storage")
+
+
+def test_memory_that_the_job_left_behind_does_not_count(held: tuple[DaemonProcess, Path, list[int]]) -> None:
+    """Other nodes went on from a checkpoint while this one was away."""
+    daemon, folder, (older, newest) = held
+    record = record_of(daemon)
+    epoch, lineage = messages.decision_from(record.decision).epoch, record.manifest.lineage
+    later = Decision(Epoch(9, bytes(16)), Version(epoch, older), (epoch,))
+    CheckpointStore(StorageFolder(folder), "job").put_decision(lineage, later)
+    try:
+        rows = json.loads(invoke("list", "job", "--json", daemon=daemon.address).stdout)["jobs"][0]["held"]
+    finally:
+        (folder / "job" / lineage / decision_file(later.epoch)).unlink()
+    assert [(row["where"], row["step"], row["counts"]) for row in rows[:2]] == [
+        ("storage", older, True), ("storage", newest, False),
+    ]  # fmt: skip
+    assert rows[2]["where"] == "memory" and not rows[2]["counts"] and "left behind" in rows[2]["note"]
+
+
+def test_list_of_a_job_shows_storage_while_memory_cannot_be_listed(
+    held: tuple[DaemonProcess, Path, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon, _, (_, newest) = held
+
+    def survey(*_: object) -> None:
+        raise FormatError("the record of job job is damaged.", "reft-cli purge job")
+
+    monkeypatch.setattr(storage, "survey", survey)
+    shown, other = invoke("list", "job", daemon=daemon.address), invoke("list", "nobody", daemon=daemon.address)
+    assert shown.exit_code == 0 and f"step {newest} (epoch 1)" in shown.stdout, shown.output
+    assert "not listed: the record of job job is damaged." in shown.stdout
+    assert other.exit_code == 1 and "Fix: reft-cli purge job" in other.stderr
 
 
 def test_list_of_a_job_shows_memory_while_storage_cannot_be_listed(held: tuple[DaemonProcess, Path, list[int]]) -> None:
@@ -129,6 +168,18 @@ def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]], 
         assert done["step"] == older and f"-s{newest} is damaged, not used" in " ".join(done["notes"])
     finally:
         path.write_bytes(whole)
+
+
+def test_words_from_storage_forge_no_line(tmp_path: Path) -> None:
+    """Whoever can write to the storage could give orders to the terminal."""
+    version, lineage = Version(Epoch(1, bytes(16)), 3), "0123456789abcdef"
+    folder = tmp_path / "run" / lineage / str(CheckpointName.of(version))
+    folder.mkdir(parents=True)
+    manifest = StoredManifest(version, "x\x1b[2J\nall is sound", lineage, "00" * 16, b"", b"", ())
+    (folder / MANIFEST).write_bytes(encode_manifest(manifest, None))
+    for verb in ("list", "verify"):
+        shown = invoke(verb, str(tmp_path)).stdout
+        assert "it belongs to job x\\x1b[2J\\nall is sound" in shown and "\x1b" not in shown
 
 
 def test_job_that_cannot_be_read_hides_no_other(held: tuple[DaemonProcess, Path, list[int]]) -> None:

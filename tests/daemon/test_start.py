@@ -250,6 +250,7 @@ def test_the_system_error_of_a_failed_listen_is_shown(tmp_path, host, says):
         (["--token", "secret"], "No such option"),
         (["--ttl", "-5"], "--ttl -5 is not allowed"),
         (["--ttl-failed", "nan"], "--ttl-failed nan is not allowed"),
+        (["--ttl", "inf"], "--ttl inf is not allowed: give a number of seconds, 0 to 1000000000 (31 years)"),
         (["--idle-exit", "-0.1"], "--idle-exit -0.1 is not allowed"),
     ],
 )

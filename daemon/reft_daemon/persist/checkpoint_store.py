@@ -12,6 +12,8 @@ Invariants
   2. A manifest names the attempt of each node. Folders of other attempts do not count.
   3. Retention begins after a newer manifest is durable. It removes a manifest first, and makes that
      durable, then the files. So an incomplete checkpoint never has a manifest.
+     One whose manifest can't be read is not incomplete: it stays, since a person may repair it, or
+     storage may give other bytes the next time.
   4. A coordinator that finds a decision which it does not know neither commits nor removes.
   5. Only names of `reft.core.persist.stored_names` are read or removed.
 
@@ -388,7 +390,10 @@ class CheckpointStore:
         """
         self.refuse_stale(lineage, decision)
         folder = self._folder.folder(lineage)
-        listed = {each.name: each for each in self.checkpoints(lineage)}
+        damages: dict[str, FormatError] = {}
+        listed = {each.name: each for each in self.checkpoints(lineage, damages.__setitem__)}
+        for name, damage in damages.items():
+            log.error("%s is neither used nor removed: %s", folder.address(name), damage.message)
         found = StoredLineage(
             lineage, tuple(self.decisions(lineage)), tuple(e.manifest.version for e in listed.values())
         )
@@ -396,7 +401,7 @@ class CheckpointStore:
         entries = [
             retention.StoredEntry(name, listed[name].time_s if name in listed else folder.time_s(name), name in listed)
             for name in folder.names()
-            if stored_names.checkpoint_name(name) is not None
+            if stored_names.checkpoint_name(name) is not None and name not in damages
         ]
         now_s = max((each.time_s for each in entries), default=0.0)  # the storage's clock, as far as it is known
         removed = retention.to_remove(entries, order, settings, now_s)

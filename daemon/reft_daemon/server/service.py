@@ -37,6 +37,7 @@ from reft_daemon.server.judge import AdmittedCall, CallRefused
 
 STATUS_DEADLINE_S = 1.0
 REBUILD_DEADLINE_S = 3600.0  # for a forwarded rebuild: time enough to read a node's memory
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 R = TypeVar("R", pb.ReadRequest, pb.CapsuleRequest)
 
 
@@ -64,11 +65,30 @@ def _naming_node(node: pb.Node) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if error.code() in _SILENT:
             raise _unreachable(node, error) from error
         raise slot_reads.UnreadableSlot(error.code(), f"node {node.name}: {reason_of(error)}") from error
     except OSError as error:
         raise _unreachable(node, error) from error
+
+
+@contextlib.contextmanager
+def _naming_coordinator(job: JobRecord) -> Iterator[None]:
+    """Names the coordinator's node in the errors of calls that were passed on.
+
+    Its silence travels as AttachError: else the caller would take this daemon for silent.
+
+    Raises:
+        AttachError: the coordinator can't be reached.
+        CallRefused: it has refused the call.
+    """
+    node = job.record.manifest.nodes[0]
+    try:
+        yield
+    except grpc.RpcError as error:
+        if error.code() in _SILENT:
+            raise _unreachable(node, error) from error
+        raise CallRefused(error.code(), f"node {node.name}: {reason_of(error)}") from error
 
 
 def _unreachable(node: pb.Node, error: BaseException) -> AttachError:
@@ -329,6 +349,11 @@ class DaemonService(pb_grpc.DaemonServicer):
                 f"run reft-cli recover {job.id} on that node, or give the daemons certificates",
             ) from error
         except grpc.RpcError as error:
+            if error.code() in _SILENT:
+                raise AttachError(
+                    f"the daemon at {onto.addresses[0]} can't be reached: {reason_of(error).rstrip('.')}.",
+                    "start it, or correct --onto",
+                ) from error
             raise CallRefused(error.code(), f"daemon {onto.addresses[0]}: {error.details()}") from error
         return reply  # type: ignore[return-value]
 
@@ -443,18 +468,14 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def PersistJob(self, request: pb.PersistJobRequest, call: AdmittedCall) -> pb.PersistJobReply:
         job = self._registry.get(request.job)
         _refuse_passing_on(job, call)
-        try:
+        with _naming_coordinator(job):
             return await self._registry.persists.request(job, request)
-        except grpc.RpcError as error:
-            raise CallRefused(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}") from error
 
     async def Hold(self, request: pb.HoldRequest, call: AdmittedCall) -> pb.HoldReply:
         job = self._registry.get(request.job)
         _refuse_passing_on(job, call)
-        try:
+        with _naming_coordinator(job):
             return await self._registry.persists.holds.hold(job, request)
-        except grpc.RpcError as error:
-            raise CallRefused(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}") from error
 
 
 class PeerService(pb_grpc.PeerServicer):

@@ -26,6 +26,7 @@ log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
 RATE_MIN = 1 << 20  # bytes per second; slower turns would never end
 PORT_MAX = 65535
+SECONDS_MAX = 1e9  # 31 years; JSON has no infinity, and people read these times as days
 
 
 @dataclass(frozen=True)
@@ -203,10 +204,12 @@ def check_seconds(flag: str, seconds: float) -> float:
     """Returns the number unchanged.
 
     Raises:
-        ConfigError: the number is below 0, or not a number.
+        ConfigError: the number is below 0, above SECONDS_MAX, or not a number.
     """
-    if not seconds >= 0:
-        raise ConfigError(f"{flag} {seconds:g} is not allowed: give a number of seconds, 0 or more.")
+    if not 0 <= seconds <= SECONDS_MAX:
+        raise ConfigError(
+            f"{flag} {seconds:g} is not allowed: give a number of seconds, 0 to {SECONDS_MAX:.0f} (31 years)."
+        )
     return seconds
 
 

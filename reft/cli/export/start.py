@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from reft.cli.ask import ask, job_status
 from reft.cli.export.command import ExportSource, Show
@@ -102,10 +102,15 @@ def export_source(
         hold.end()
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a standard stream is a terminal. One that the caller has closed is None."""
+    return stream is not None and stream.isatty()
+
+
 @contextmanager
 def progress(as_json: bool) -> Iterator[Show]:
     """Gives a function that shows the progress at a terminal, as a bar."""
-    if as_json or not sys.stderr.isatty():
+    if as_json or not is_terminal(sys.stderr):
         yield lambda done, total: None
         return
     from rich.console import Console

@@ -186,6 +186,30 @@ def test_a_daemon_holds_no_more_jobs_than_its_limit(arena, monkeypatch):
     asyncio.run(run())
 
 
+def test_ended_jobs_without_a_name_make_place_for_another_job(arena, monkeypatch):
+    """As in a search over many short runs: else the next run could not begin for half an hour."""
+    monkeypatch.setattr(registry_module, "JOBS_MAX", 2)
+
+    async def run() -> None:
+        registry = registry_of(arena)
+
+        async def begin(name: str, named: bool) -> None:
+            request = decide_request(1)
+            request.manifest.job, request.manifest.named, request.manifest.token = name, named, bytes(32)
+            await registry.decide(request)
+            lease = lease_request(1)
+            lease.job = name
+            await registry.lease(lease, caller_process(os.getpid()))
+            trainers.release(registry.jobs[name], pb.ReleaseRequest(job=name, epoch=lease.epoch), os.getpid())
+
+        await begin("named", True)
+        for name in ("first", "second", "third"):
+            await begin(name, False)
+            assert set(registry.jobs) == {"named", name}
+
+    asyncio.run(run())
+
+
 def decide_again(job: str) -> pb.DecideRequest:
     """Returns the decision of the next attach of a job."""
     request = decide_request(2)

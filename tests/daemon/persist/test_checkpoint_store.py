@@ -350,6 +350,27 @@ def test_foreign_files_are_neither_read_nor_removed(tmp_path: Path, slots: list[
     _check_complete(tmp_path, slots, replace(VERSION, step=50))
 
 
+def test_checkpoint_whose_manifest_can_not_be_read_is_not_removed(tmp_path: Path, slots: list[Slot]) -> None:
+    """A person may repair it, or storage gives other bytes the next time."""
+    store, newer = _store(tmp_path), replace(VERSION, step=50)
+    _persist(store, slots)
+    for slot in slots:
+        slot.seal(newer)
+    _persist(store, slots, newer)
+    checkpoint = tmp_path / "run" / LINEAGE / str(stored_names.CheckpointName.of(VERSION))
+    manifest = checkpoint / stored_names.MANIFEST
+    text = manifest.read_bytes()
+    manifest.write_bytes(text.replace(b"40", b"41"))
+    part = tmp_path / "run" / LINEAGE / str(stored_names.CheckpointName.of(replace(VERSION, step=30)))
+    part.mkdir()
+    for path in (checkpoint, part):
+        os.utime(path, (1.0, 1.0))  # years ago
+    assert store.prune(LINEAGE, DECISION, RetentionSettings(keep=1)) == [part.name]
+    manifest.write_bytes(text)
+    _check_complete(tmp_path, slots, newer)
+    assert VERSION in store.lineage(LINEAGE).restorable()
+
+
 def test_killed_while_it_removes_never_leaves_a_manifest_without_files(tmp_path: Path, slots: list[Slot]) -> None:
     newer = replace(VERSION, step=50)
 

@@ -396,6 +396,19 @@ def test_a_rebuild_is_refused_while_trainers_live(start):
     held.end()
 
 
+def test_another_silent_daemon_is_named_and_not_the_asked_one(start):
+    """Of the asked daemon's own silence the command line says that no daemon answers."""
+    daemons = cluster(start, 4)
+    Held(daemons, 1).end()
+    with Lost(daemons[0]):
+        for method, request in (("PersistJob", pb.PersistJobRequest(job="job")), ("Hold", pb.HoldRequest(job="job"))):
+            with refused(Code.FAILED_PRECONDITION, "node n0 can't be reached: "):
+                daemons[1].call(method, request)
+        done = recover(daemons[1], "--yes", "--onto", "n0=127.0.0.1:1")
+    assert done.exit_code == 1 and "the daemon at 127.0.0.1:1 can't be reached" in done.stderr, done.output
+    assert "correct --onto" in json.loads(done.stderr)["error"]["hint"]
+
+
 def request_for(held: Held, rank: int, erased: Sequence[tuple[str, str, object]] = ()) -> pb.RebuildRequest:
     job_survey, _ = survey(held.job.daemons[0].address, "job")
     return rebuild_request(job_survey, job_survey.plan(erased), [rank], {})
