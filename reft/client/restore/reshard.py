@@ -69,7 +69,7 @@ class ShapeChange:
         facts: Mapping[int, CapsuleFacts],
         rank_group: RankGroup,
     ) -> PublishedState:
-        """Returns each distinct part of host state that a rank may need. All ranks call it together.
+        """Returns the host state that ranks may need, each part once. All ranks call it together.
 
         Args:
             context: what every step needs.

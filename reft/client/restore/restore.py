@@ -284,8 +284,7 @@ def run_restore(
 ) -> RestoreResult:
     """Runs all steps; all ranks call it together.
 
-    An error in `register` or `secure` is raised on all ranks. Each is done within the exchange of a
-    step, since an exchange of its own would make all ranks wait once more.
+    An error of one rank, also in `register` or `secure`, is raised on all ranks.
 
     Args:
         restore: this rank's steps.

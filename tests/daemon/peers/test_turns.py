@@ -132,7 +132,7 @@ def test_lost_parity_is_reported_and_made_again(three):
 
 
 def test_a_step_without_a_slot_takes_no_protected_step_away(start, trainer):
-    """So it is after `recover` made a slot of the protected step: the turn of the lost step goes on.
+    """So it is after `recover` made a slot of the protected step: the turn of a newer step goes on.
 
     The other node has copies of the lost slot already, so no holder misses it.
     """
