@@ -534,7 +534,7 @@ def _loss(job: JobRecord, local: LocalLane, version: Version) -> str:
 
 
 def _slot_loss(job: JobRecord, local: LocalLane, version: Version) -> str:
-    """Returns that a rank's own slot of a version is gone; empty if it is not."""
+    """Returns that a rank's slot of a version is gone; empty if it is not."""
     slots = job.slots.of_rank(local.rank)
     # A restarted daemon may still wait for memfds that the trainer gives back.
     if slots and version not in sealed_versions(job.id, slots):
