@@ -143,7 +143,10 @@ class RecoverCommand:
     def _final_view(self, view: RecoveryView) -> RecoveryView:
         if view.outcome != "whole" or not self.rebuilt:
             return view
-        reason = f"all slots of {view.version} are held again. Start the job on the replacement nodes to continue."
+        reason = (
+            f"all slots of {view.version} are held again. Start the job on the replacement nodes to continue. "
+            "Until then ask reft-cli there: the other nodes do not know these slots."
+        )
         return RecoveryView(view.job, "rebuilt", Health.OK, reason, view.version, view.silent, (), view.newer)
 
     def _ask_local(self) -> dict[str, pb.InventoryReply]:

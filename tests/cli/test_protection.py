@@ -261,6 +261,17 @@ def test_the_sources_of_each_cell_are_shown():
     )
 
 
+def test_after_a_rebuild_a_person_hears_which_nodes_know_the_slots():
+    found = job_survey(4)
+    whole = recovery_view("run1", found, found.plan(()), ())
+    command = recover.RecoverCommand("unix:/run/reft", "run1", {}, rebuilt=[{"node": "node-b", "onto": "node-e:29700"}])
+    view = command._final_view(whole)
+    assert view.outcome == "rebuilt"
+    assert "Until then ask reft-cli there: the other nodes do not know these slots." in " ".join(
+        line.strip() for line in recovery_lines(view)
+    )
+
+
 def test_a_whole_job_and_an_unrecoverable_job():
     found = job_survey(4)
     view = recovery_view("run1", found, found.plan(()), ())

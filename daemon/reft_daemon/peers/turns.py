@@ -4,6 +4,7 @@
                         a parity slot ─► begin ─► source j+1: ticket, pull ─► source j+2 … ─► seal
                           all sealed ─────────────────────────────► note_guarded(a)
                           a source is damaged, gone or silent ────► note_unguarded(a, lane, why)
+                          the rank's own slot is gone here ───────► note_unguarded(a, lane, why)
                           no room, a mover that ends again ───────► note_unguarded(a, lane, why)
     pins(protected = P, by) ─► parity or slot of P is gone here ──► note_unguarded(by, lane, why)
     pins without T, or another attempt ─► the turn ends; the mover unmaps the job's slots
@@ -347,6 +348,10 @@ class TurnService:
             while True:
                 try:
                     await self._make(job, turn, local)
+                    # A step that lacks a slot must not take the place of one that `recover` has
+                    # made complete, although copies of this slot may be elsewhere.
+                    if words := _slot_loss(job, local, turn.version):
+                        raise LaneUnguardable(words)
                     return True
                 except ChildGone as error:
                     attempts_left -= 1
@@ -525,6 +530,11 @@ def _loss(job: JobRecord, local: LocalLane, version: Version) -> str:
     """Returns what a lane lacks here of a protected version; empty if it lacks nothing."""
     if parity.sealed_parity(job, local, version) is None:
         return f"the parity that rank {local.rank}'s node keeps is gone."
+    return _slot_loss(job, local, version)
+
+
+def _slot_loss(job: JobRecord, local: LocalLane, version: Version) -> str:
+    """Returns that a rank's slot of a version is gone; empty if it is not."""
     slots = job.slots.of_rank(local.rank)
     # A restarted daemon may still wait for memfds that the trainer gives back.
     if slots and version not in sealed_versions(job.id, slots):

@@ -123,7 +123,7 @@ class HostStateResharding:
             marked: whether a mark of the loop took the snapshot.
 
         Raises:
-            LayoutChanged: no rule maps the state to these ranks; raised on all ranks alike.
+            LayoutChanged: no rule maps the state to this rank; other ranks may have other objects.
         """
         names = {item: [p.partition(".")[2] for p in self.digests[0] if p.startswith(f"{item}.")] for item in ITEMS}
         tree: Tree = {"step": step, "marked": marked, "random": self._random()}

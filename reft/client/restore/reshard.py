@@ -42,7 +42,7 @@ LINES_MAX = 8  # problems that one error lists
 
 
 @dataclass(frozen=True)
-class _PublishedState:
+class PublishedState:
     """Host state that other ranks may need: digest → the encoded value."""
 
     values: dict[str, bytes]
@@ -62,30 +62,48 @@ class ShapeChange:
     after: Sequence[Sequence[Leaf]]
     mismatched: Sequence[str]
 
-    def match(
+    def publish(
         self,
         context: RestoreContext,
         opened: Mapping[int, OldRank],
         facts: Mapping[int, CapsuleFacts],
         rank_group: RankGroup,
-        sizes: TransferSizes,
-    ) -> RestoreMatch:
-        """Decides what goes where, after each distinct part of host state was published once.
+    ) -> PublishedState:
+        """Returns the host state that ranks may need, each part once. All ranks call it together.
 
         Args:
             context: what every step needs.
             opened: what this rank opened.
             facts: old rank → its facts, for all old ranks.
             rank_group: all ranks of the job.
+        """
+        published = gather(rank_group, lambda: self._publish(context, opened, facts), PublishedState)
+        return PublishedState({digest: data for each in published for digest, data in each.values.items()})
+
+    def match(
+        self,
+        context: RestoreContext,
+        opened: Mapping[int, OldRank],
+        facts: Mapping[int, CapsuleFacts],
+        published: PublishedState,
+        sizes: TransferSizes,
+    ) -> RestoreMatch:
+        """Decides what goes where.
+
+        Args:
+            context: what every step needs.
+            opened: what this rank opened.
+            facts: old rank → its facts, for all old ranks.
+            published: the host state that ranks need of others.
             sizes: of messages and buffers.
 
         Raises:
-            LayoutChanged: a leaf or a part of host state does not fit; the same on every rank.
+            LayoutChanged: a leaf does not fit, on all ranks alike; or a part of host state does
+                not, perhaps on this rank alone.
         """
         placement, readers = context.placement, context.readers
-        published = gather(rank_group, lambda: self._publish(context, opened, facts), _PublishedState)
         shard_match, wanted = self._match_leaves(placement, facts)
-        values = {digest: capsule_format.decode(data) for each in published for digest, data in each.values.items()}
+        values = {digest: capsule_format.decode(data) for digest, data in published.values.items()}
         host_state = self._host_state(context, opened, facts, values)
         tree = host_state.tree(facts[0].step, facts[0].marked)
         lost = [old for old in context.lost if is_made(placement, old)]
@@ -114,12 +132,12 @@ class ShapeChange:
 
     def _publish(
         self, context: RestoreContext, opened: Mapping[int, OldRank], facts: Mapping[int, CapsuleFacts]
-    ) -> _PublishedState:
+    ) -> PublishedState:
         values = {}
         for old, part in parts_to_publish(facts, context.readers.keeper_of, len(self.after), context.rank):
             value = host_state_resharding.parts(opened[old].tree)[part]
             values[facts[old].digests[part]] = capsule_format.encode(value)
-        return _PublishedState(values)
+        return PublishedState(values)
 
     def _host_state(
         self,

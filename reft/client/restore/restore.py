@@ -3,14 +3,17 @@
     open     this process is the rank's trainer;
              the slots and capsules that this rank reads  ─► OpenReport ┐ damaged, or replicas that
                                                                         │ differ: counts as lost,
-    match    which bytes go where; another shape asks the other ranks   │ and all ranks make a
+    publish  another shape: host state that other ranks need            │ and all ranks make a
+    match    which bytes go where                                       │
     make     capsules to their holders; live tensors for every leaf     │
     load     bytes over the process group; lost shards are decoded      │
                                                           ─► LoadReport ┘
     finish   host state                                   ─► RestoreResult
 
-A step returns what the next step takes. A step stores nothing. Only `match` knows the shape: the
-same shape (`same_shape.py`) is decided alone, another shape (`reshard.py`) by all ranks.
+A step returns what the next step takes. A step stores nothing. Only `publish` and `match` know the
+shape: `same_shape.py` or `reshard.py`. Each step may fail on one rank alone, so an exchange ends it
+on all ranks; that of `make` ends `match`, too. After that of `finish` no rank refuses its state any
+more, so daemons may free older versions.
 """
 
 from __future__ import annotations
@@ -28,10 +31,17 @@ from reft.client.link.exchange import gather, share, together
 from reft.client.link.rank_group import RankGroup
 from reft.client.restore.executor import NO_RANK, LoadReport, TransferExecutor
 from reft.client.restore.materialize import live_index
-from reft.client.restore.opened import OldRank, OpenReport, RestoreContext, RestoreMatch, open_old_rank
+from reft.client.restore.opened import (
+    CapsuleFacts,
+    OldRank,
+    OpenReport,
+    RestoreContext,
+    RestoreMatch,
+    open_old_rank,
+)
 from reft.client.restore.remote_slots import remote_read_s
 from reft.client.restore.replay import ReplayReport, replay_s, replay_sections
-from reft.client.restore.reshard import ShapeChange, facts_of
+from reft.client.restore.reshard import PublishedState, ShapeChange, facts_of
 from reft.client.restore.same_shape import match_same_shape
 from reft.client.restore.slot_reader import AtChunk, SlotReader
 from reft.client.restore.tensor_view import FlatTensorView
@@ -128,18 +138,25 @@ class Restore:
         own = {self.context.rank: self.predicted}
         return replay_sections(self.context, dict(enumerate(self.change.before)) if self.change else own)
 
-    def match(
+    def publish(
         self, opened: Mapping[int, OldRank], reports: Sequence[OpenReport], rank_group: RankGroup
+    ) -> PublishedState:
+        """Returns the host state that ranks need of others. All ranks call it together."""
+        if self.change is None:
+            return PublishedState({})
+        return self.change.publish(self.context, opened, _facts(reports), rank_group)
+
+    def match(
+        self, opened: Mapping[int, OldRank], reports: Sequence[OpenReport], published: PublishedState
     ) -> RestoreMatch:
-        """Decides which bytes go where. All ranks call it together.
+        """Decides which bytes go where.
 
         Raises:
-            LayoutChanged: the state does not fit; the same on every rank.
+            LayoutChanged: the state does not fit; perhaps that of this rank alone.
         """
         if self.change is None:
             return match_same_shape(self.context, self.predicted, opened, SIZES)
-        facts = {old: each for report in reports for old, each in report.facts.items()}
-        return self.change.match(self.context, opened, facts, rank_group, SIZES)
+        return self.change.match(self.context, opened, _facts(reports), published, SIZES)
 
     def make(self, match: RestoreMatch) -> TensorIndex:
         """Returns the index of the live tensors of every leaf; creates missing ones.
@@ -213,14 +230,21 @@ class Restore:
         return slots, damaged
 
     def finish(self, match: RestoreMatch, made: TensorIndex) -> RestoreResult:
-        """Restores host state; all leaves are loaded.
+        """Restores host state; all leaves are loaded. The objects of the user may raise anything.
 
         Args:
             match: has the host state.
             made: what `make` returned.
+
+        Raises:
+            LayoutChanged: the objects of this run are others.
         """
         self.context.host.restore(match.tree, match.lists)
         return RestoreResult(tree=match.tree, lines=match.lines, tensor_index=made)
+
+
+def _facts(reports: Sequence[OpenReport]) -> dict[int, CapsuleFacts]:
+    return {old: each for report in reports for old, each in report.facts.items()}
 
 
 def slot_bytes(placement: Placement, number: int) -> int:
@@ -260,8 +284,7 @@ def run_restore(
 ) -> RestoreResult:
     """Runs all steps; all ranks call it together.
 
-    An error in `register` or `secure` is raised on all ranks. Each is done within the exchange of a
-    step, since an exchange of its own would make all ranks wait once more.
+    An error of one rank, also in `register` or `secure`, is raised on all ranks.
 
     Args:
         restore: this rank's steps.
@@ -281,9 +304,10 @@ def run_restore(
         register()
         return restore.open()
 
-    def make() -> TensorIndex:
+    def make() -> tuple[RestoreMatch, TensorIndex]:
+        match = restore.match(opened, opens, published)
         secure()
-        return restore.make(match)
+        return match, restore.make(match)
 
     opened, opens = share(rank_group, begin, OpenReport)
     if damaged := damaged_at_open(opens):
@@ -293,8 +317,8 @@ def run_restore(
         replayed, reports = share(rank_group, restore.replay, ReplayReport, restore.replay_s)
         if refused := {number: why for report in reports for number, why in report.refused.items()}:
             return RestoreResult(tuple(sorted(refused)), reasons=tuple(why for _, why in sorted(refused.items())))
-    match = restore.match(opened, opens, rank_group)
-    made = together(rank_group, make)
+    published = restore.publish(opened, opens, rank_group)
+    match, made = together(rank_group, make)
     for is_last in (False, True):
         loads = gather(
             rank_group,
@@ -309,7 +333,7 @@ def run_restore(
             break
         if rank_group.rank == 0:
             say(f"{min(faults)}. All ranks load again.")
-    return restore.finish(match, made)
+    return together(rank_group, lambda: restore.finish(match, made))
 
 
 def damaged_at_open(reports: Sequence[OpenReport]) -> tuple[int, ...]:

@@ -94,8 +94,12 @@ class Steps:
         self._step("replay")
         return {5: "slot"}, self.replays
 
-    def match(self, opened: str, reports: Any, rank_group: RankGroup) -> str:
+    def publish(self, opened: str, reports: Any, rank_group: RankGroup) -> str:
         assert (opened, reports) == ("opened", [self.opens])
+        return "published"
+
+    def match(self, opened: str, reports: Any, published: str) -> str:
+        assert (opened, reports, published) == ("opened", [self.opens], "published")
         self._step("match")
         return "matched"
 
@@ -147,6 +151,36 @@ class FailsIn(RankGroup):
         if not self.left:
             raise AttachError("rank 1 could not attach: it failed.")
         return gathered
+
+
+class Tells(RankGroup):
+    """A rank group that remembers the errors that its exchanges tell the other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.told: list[str] = []
+
+    def gather_or_raise(self, act: Any, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return super().gather_or_raise(act, *arguments, **keywords)
+        except LayoutChanged as error:
+            self.told.append(error.message)
+            raise
+
+
+@pytest.mark.parametrize("name", ["register", "open", "match", "secure", "make", "load", "finish"])
+def test_an_error_of_each_step_is_told_to_the_other_ranks(name):
+    """Else they wait for this rank in the next exchange, until their deadline."""
+    rank_group = Tells()
+    with pytest.raises(LayoutChanged):
+        result_of(Steps(fails=name), rank_group)
+    assert rank_group.told == [f"{name} failed."]
+
+
+def test_no_rank_has_restored_before_all_have_finished():
+    """Daemons free older versions for the leases that follow."""
+    with pytest.raises(AttachError, match="rank 1"):
+        result_of(Steps(), FailsIn(4))
 
 
 @pytest.mark.parametrize(("number", "last"), [(1, "open"), (2, "make")])

@@ -131,6 +131,29 @@ def test_lost_parity_is_reported_and_made_again(three):
     three.check_parity(2)
 
 
+def test_a_step_without_a_slot_takes_no_protected_step_away(start, trainer):
+    """So it is after `recover` made a slot of the protected step: the turn of a newer step goes on.
+
+    The other node has copies of the lost slot already, so no holder misses it.
+    """
+    failing = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "turn.ticket:drop:step=2"})
+    two = ShardedJob([start("--listen", "127.0.0.1:0"), failing], SIZES[:2], trainer, protect="aor").begin()
+    two.seal(1)
+    two.await_protected(1)
+    two.seal(2)
+    until(lambda: "parity of step 2 (epoch 1) is sealed here" in log_of(two, 0), what="copies on the first node")
+    reply = failing.call("Inventory", pb.InventoryRequest(job=two.name))
+    (lost,) = [slot.slot for slot in reply.slots if slot.version.step == 2 and slot.state == 3 and not slot.parity]
+    failing.kill()
+    (failing.folder / "job" / lost).unlink()
+    failing.environment = {}
+    failing.start()
+    until(lambda: "is not guarded: the slot of rank 1 is gone" in log_of(two, 1), what="the end of the turn")
+    until(lambda: two.exchange().turn == -1, what="pins without that turn")
+    assert two.exchange().protected == 1
+    two.check_parity(1)
+
+
 def test_a_daemon_restarted_without_its_memfds_hears_the_pins_at_once(three):
     three.seal(1)
     three.await_protected(1)
