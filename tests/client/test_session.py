@@ -554,13 +554,16 @@ def test_a_foreign_optimizer_ends_the_window(attach, monkeypatch):
 
 
 def test_a_closed_or_deleted_session_hooks_no_optimizer(attach):
-    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+    from torch.optim import optimizer as torchs
 
-    before = len(hooks)
+    def count():
+        return [len(torchs._global_optimizer_pre_hooks), len(torchs._global_optimizer_post_hooks)]
+
+    before = count()
     session = attach(*make())
-    assert len(hooks) == before + 1
+    assert count() == [each + 1 for each in before]
     session.close()
-    assert len(hooks) == before
+    assert count() == before
 
 
 @pytest.mark.parametrize("is_in_turn", [True, False])
