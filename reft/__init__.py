@@ -87,7 +87,7 @@ def attach(
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a class or a public module at first use, because most of these imports load torch."""
+    """Imports a class or a public module at first use, since most load torch."""
     if name == "Session":
         from reft.client.session import Session
 

@@ -147,7 +147,8 @@ def register_a_buffer_in_a_new_module(model, optimizer):
 
 
 CHANGES = [prune_a_layer, add_foreign_parameters, freeze_a_layer_by_another_list, give_a_group_a_frozen_layer,
-           grow_a_layer, cast_in_place, lay_a_parameter_in_another_order, register_a_buffer_for_checkpoints, resize_a_buffer_of_checkpoints, take_a_buffer,
+           grow_a_layer, cast_in_place, lay_a_parameter_in_another_order,
+           register_a_buffer_for_checkpoints, resize_a_buffer_of_checkpoints, take_a_buffer,
            register_a_buffer_in_a_new_module]  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def test_only_the_steps_of_torch_itself_are_foreseen():
 
 
 def test_the_state_of_sparse_adam_is_foreseen():
-    """It refuses dense gradients. Unforeseen, its state would be lost with a node until a review."""
+    """It refuses dense gradients. Unforeseen, its state is lost with a node until a review."""
     model = nn.Embedding(8, 4, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})

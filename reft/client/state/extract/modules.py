@@ -69,8 +69,8 @@ class ModuleExtractor:
         for path, part in value.named_modules():
             if is_a(part, "ScriptModule"):
                 raise UnsupportedState(
-                    f"{f'{prefix}.{path}' if path else prefix} is a {type(part).__name__} of torch.jit, whose tensors lie outside "
-                    "of Python.",
+                    f"{f'{prefix}.{path}' if path else prefix} is a {type(part).__name__} of torch.jit, whose tensors lie "
+                    "outside of Python.",
                     "pass the model as it was before scripting or tracing: it has the same parameters and buffers",
                 )
 
