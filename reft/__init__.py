@@ -9,6 +9,7 @@ for step in session.steps(total):
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reft.errors import ReftError
@@ -86,7 +87,7 @@ def attach(
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a class at first use, because that import loads torch."""
+    """Imports a class or a public module at first use, since most load torch."""
     if name == "Session":
         from reft.client.session import Session
 
@@ -99,4 +100,6 @@ def __getattr__(name: str) -> Any:
         from reft.client.state.values import Values
 
         return Values
+    if name in ("client", "config", "integrations", "schedules"):
+        return import_module(f"reft.{name}")
     raise AttributeError(f"module 'reft' has no attribute {name!r}")

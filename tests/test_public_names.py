@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -26,3 +28,16 @@ SCHEDULES = "Action Custom GPipe Gap Interleaved OneFOneB Times ZeroBubbleH1 Zer
 def test_public_names_stay(module, names):
     public = import_module(module)
     assert [name for name in names.split() if not hasattr(public, name)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["client.register_extractor", "config.Config", "integrations", "schedules.Custom"],
+)
+def test_a_public_module_is_reached_after_import_reft_alone(name):
+    """The pages write `config=reft.config.Config(...)` in scripts that only import reft."""
+    subprocess.run([sys.executable, "-c", f"import reft; reft.{name}"], check=True)
+
+
+def test_import_reft_loads_no_torch():
+    subprocess.run([sys.executable, "-c", "import reft, sys; assert 'torch' not in sys.modules"], check=True)

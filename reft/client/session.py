@@ -329,8 +329,8 @@ def _say_all_done(window: SnapshotWindow, total: int) -> None:
     if window.snapshots is not None and window.rank == 0:
         job = window.snapshots.reporter.facts.job
         say(
-            f"job {job} has completed all {total} steps: step {window.step} was restored, and nothing is trained. To "
-            f"train from step 0: reft-cli purge {job}, or another job name (--rdzv-id, REFT_JOB)."
+            f"job {job} has completed all {total} steps of this loop: step {window.step} was restored, and the loop trains "
+            f"nothing. To train from step 0: reft-cli purge {job}, or another job name (--rdzv-id, REFT_JOB)."
         )
 
 

@@ -232,6 +232,26 @@ def test_an_optimizer_that_keeps_its_state_in_another_one_is_refused():
     OptimizerExtractor().check("optimizer.0", Around(Twins().parameters(), shares=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda each: torch.jit.trace(each, torch.zeros(1, 4))])
+def test_a_scripted_module_is_refused_by_its_name(make):
+    model = nn.Sequential(nn.Linear(4, 4), make(nn.Linear(4, 4)))
+    with pytest.raises(UnsupportedState, match=r"model\.0\.1 is a \w+ of torch\.jit") as refused:
+        AttachArguments(model, [torch.optim.SGD(model.parameters())], None, {}, None, "auto", 1).tracked()
+    assert "before scripting" in str(refused.value)
+
+
+def test_a_value_of_a_group_that_no_capsule_holds_is_refused_by_its_name():
+    optimizer = torch.optim.SGD([{"params": Twins().parameters(), "name": "all"}], lr=0.1)
+    OptimizerExtractor().check("optimizer.0", optimizer)
+    optimizer.param_groups[0]["rate_of"] = abs
+    with pytest.raises(
+        UnsupportedState, match=r"^optimizer\.0, parameter group 0: rate_of is of type builtins\."
+    ) as refused:
+        OptimizerExtractor().check("optimizer.0", optimizer)
+    assert "attribute of the optimizer" in str(refused.value)
+
+
 def test_an_optimizer_in_state_is_refused():
     model = Twins()
     one, two = (torch.optim.SGD(each.parameters()) for each in (model.one, model.two))

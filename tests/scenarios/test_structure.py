@@ -107,7 +107,7 @@ def grow_a_layer(model, optimizer):
     optimizer.param_groups[0]["params"] = [*grown.parameters()]
     optimizer.state.clear()
     layer.weight, layer.bias = grown.weight, grown.bias
-    return "2 parameters got another shape or dtype during this run, e.g. model.0.2.bias"
+    return "2 parameters got another shape, dtype or order in memory during this run, e.g. model.0.2.bias"
 
 
 def cast_in_place(model, optimizer):
@@ -116,7 +116,13 @@ def cast_in_place(model, optimizer):
     for moment in (each for state in optimizer.state.values() for each in state.values() if each.dim()):
         moment.data = moment.data.double()
     model.register_forward_pre_hook(lambda _, inputs: tuple(each.double() for each in inputs))
-    return "6 parameters got another shape or dtype"
+    return "6 parameters got another shape, dtype or order in memory"
+
+
+def lay_a_parameter_in_another_order(model, optimizer):
+    """As `model.to(memory_format=torch.channels_last)` after attach does."""
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    return "1 parameter got another shape, dtype or order in memory during this run, e.g. model.0.2.weight"
 
 
 def register_a_buffer_for_checkpoints(model, optimizer):
@@ -126,7 +132,7 @@ def register_a_buffer_for_checkpoints(model, optimizer):
 
 def resize_a_buffer_of_checkpoints(model, optimizer):
     model[2].history = torch.ones(3)
-    return "1 buffer got another shape or dtype during this run, e.g. model.0.2.history"
+    return "1 buffer got another shape, dtype or order in memory during this run, e.g. model.0.2.history"
 
 
 def take_a_buffer(model, optimizer):
@@ -141,7 +147,8 @@ def register_a_buffer_in_a_new_module(model, optimizer):
 
 
 CHANGES = [prune_a_layer, add_foreign_parameters, freeze_a_layer_by_another_list, give_a_group_a_frozen_layer,
-           grow_a_layer, cast_in_place, register_a_buffer_for_checkpoints, resize_a_buffer_of_checkpoints, take_a_buffer,
+           grow_a_layer, cast_in_place, lay_a_parameter_in_another_order,
+           register_a_buffer_for_checkpoints, resize_a_buffer_of_checkpoints, take_a_buffer,
            register_a_buffer_in_a_new_module]  # fmt: skip
 
 

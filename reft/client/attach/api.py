@@ -11,6 +11,7 @@ from reft.client.attach.launcher import agents_command, complete_error_file, dro
 from reft.client.attach.plan import slots_of
 from reft.client.attach.reattach import PlacementReviews
 from reft.client.attach.run import AttachResult, run_attach
+from reft.client.data.loader import ResumableLoader
 from reft.client.link.rank_group import RankGroup
 from reft.client.session import Session
 from reft.config import Config, Launch
@@ -32,6 +33,9 @@ def attach(
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if settings.mode == "off":
         say("switched off (REFT_MODE=off): no snapshots are taken.")
+        for each in _named_objects(state).values():
+            if isinstance(each, ResumableLoader):
+                each.state_dict()  # else it would say that no attach was given it
         return Session(
             None, optimizers, step=0, restored_from=None, counts_calls=False, cadence=None, seal_deadline_s=0
         )

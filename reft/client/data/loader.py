@@ -25,6 +25,11 @@ from reft.client.state.restored_generators import RestoredGenerators
 from reft.console import say
 from reft.errors import ConfigError
 
+NOT_IN_STATE = (
+    "the position of this ResumableLoader, which no reft.attach was given: pass it there before its first batch, "
+    'state={"data": loader}'
+)
+
 
 class ResumableLoader:
     """A data loader whose position belongs to the training state.
@@ -79,6 +84,7 @@ class ResumableLoader:
         self._restored: RestoredGenerators | None = None
         self._on_batch: Callable[[], None] | None = None
         self._lines: list[str] | None = self._source.not_held()  # None once they are said
+        self._is_held = False  # something has asked for the position, as attach does
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":
@@ -174,6 +180,8 @@ class ResumableLoader:
 
     def _say_what_is_not_held(self) -> None:
         lines, self._lines = self._lines, None
+        if lines is not None and not self._is_held:
+            lines = [*lines, NOT_IN_STATE]
         if lines:
             _say(*(f"not covered: {line}." for line in lines))
 
@@ -181,6 +189,7 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in plain values; the same on all ranks that read alike."""
+        self._is_held = True
         return {
             "epoch": self.epoch,
             "batch": self.batch,

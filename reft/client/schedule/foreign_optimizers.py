@@ -6,13 +6,17 @@ A passed optimizer is one that was passed to attach; any other is foreign.
                                                  step in a row writes a warning
     a mark, but no passed optimizer stepped   ─► no snapshot if a foreign optimizer stepped, or
                                                  if gradients exist that no GradScaler dropped
+    both step, the foreign one in a second    ─► no snapshot: the foreign one's state is part of the
+    iteration, and it has state                  training
     the same with a trainer's own optimizer   ─► no snapshot: its gradients lie in its own buffers
     no marks, and the last optimizer is first ─► no snapshot until a mark: the steps of the last
                                                  optimizer end no iteration
 
-Two loops need these checks. A loop may replace its optimizer during the run: reft does not hold the
-moments of the new one, and gets no call of its hooks. A loop may mark each micro-batch: reft does
-not hold the accumulated gradients. After a restart both loops would go on with wrong state.
+Three loops need these checks. A loop may replace its optimizer during the run: reft does not hold
+the moments of the new one, and gets no call of its hooks. A loop may step a second optimizer beside
+the passed one. A loop may mark each micro-batch: reft does not hold the accumulated gradients.
+After a restart these loops would go on with wrong state. A foreign optimizer that is made anew in
+each iteration (meta-learning), or steps inside of a passed one's step, needs no check.
 
 A GradScaler that skips a step has found infinite gradients. A loop that trains on drops them before
 its next backward pass, since infinite gradients stay infinite. So such a mark is complete.
@@ -26,11 +30,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 UNHELD = (
     "parameters were updated by a {} that was not passed to attach: its state is not held. Close the session, and attach with "
-    "the optimizer that trains."
+    "every optimizer that trains."
 )
 UNSTEPPED = (
     "gradients exist, and no optimizer that was passed to attach has stepped since the last mark. Snapshots hold no gradients, "
@@ -45,6 +49,54 @@ OUT_OF_TURN = (
     "no step is marked, and the last of the optimizers stepped before others: reft can't tell where an iteration ends. Mark "
     "steps with session.step_end() or session.steps(), or pass the optimizer that steps last as the last one."
 )
+
+
+class ForeignStepRecorder:
+    """Records which foreign optimizers step, outside of the steps of passed ones.
+
+    A foreign step is not outside if it happens in a passed optimizer's step, as in SAM, or if a
+    passed one steps in it, as in a wrapper. A step that raises calls no post-hook, so each mark
+    begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0  # steps of passed optimizers under way
+        self._under_way: set[int] = set()  # ids of foreign optimizers whose step has no passed one in it so far
+        self._since_mark: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._before: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def begins(self, optimizer: torch.optim.Optimizer, is_own: bool) -> None:
+        """Notes that an optimizer's step begins."""
+        if is_own:
+            self._depth += 1
+            self._under_way.clear()
+        elif not self._depth:
+            self._under_way.add(id(optimizer))
+
+    def ends(self, optimizer: torch.optim.Optimizer, is_own: bool) -> None:
+        """Notes that an optimizer's step has ended."""
+        if is_own:
+            self._depth = max(0, self._depth - 1)
+        elif id(optimizer) in self._under_way:
+            self._under_way.discard(id(optimizer))
+            self._since_mark.add(optimizer)
+
+    def at_mark(self) -> str:
+        """Returns the class of one with state that has stepped in an earlier iteration, too.
+
+        Empty text if there is none. One that is made anew in each iteration has no such state.
+        """
+        again = [
+            type(each).__name__
+            for each in self._since_mark
+            if each in self._before
+            and any(value is not None for held in each.state.values() for value in held.values())
+        ]
+        self._before |= self._since_mark
+        self._since_mark.clear()
+        self._under_way.clear()
+        self._depth = 0
+        return min(again, default="")
 
 
 class ForeignOptimizerGuard:
@@ -71,6 +123,7 @@ class ForeignOptimizerGuard:
         self._has_dropped = False  # whether a GradScaler has skipped a step since the last mark
         self._foreign_steps = 0  # steps of foreign optimizers since the last step of a passed one
         self._foreign_name = ""  # class of the last foreign optimizer
+        self._steps = ForeignStepRecorder()
         # A trainer's engine or optimizer keeps gradients in buffers of its own.
         self._trainers = [type(each).__name__ for each in optimizers if not isinstance(each, torch.optim.Optimizer)]
         self._follows = bool(optimizers) and not self._trainers
@@ -78,13 +131,21 @@ class ForeignOptimizerGuard:
 
     def called(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that any optimizer of this process is about to step."""
-        if id(optimizer) in self._own or not self._writes_ours(optimizer):
+        is_own = id(optimizer) in self._own
+        if not is_own and not self._writes_ours(optimizer):
+            return
+        self._steps.begins(optimizer, is_own)
+        if is_own:
             return
         self._foreign_steps += 1
         self._foreign_name = type(optimizer).__name__
         # A single foreign step may be inside, or around, the step of a passed optimizer.
         is_alone = self._foreign_steps == 2
         self._before(UNHELD.format(self._foreign_name) if is_alone else "")
+
+    def returned(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes that any optimizer of this process has stepped."""
+        self._steps.ends(optimizer, id(optimizer) in self._own)
 
     def _writes_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(self._holds(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
@@ -111,10 +172,11 @@ class ForeignOptimizerGuard:
         """
         stepped, self._stepped = self._stepped, set()
         has_dropped, self._has_dropped = self._has_dropped, False
+        returning = self._steps.at_mark()
         if is_unmarked and not self._last_steps_last:
             return OUT_OF_TURN
         if stepped:
-            return ""
+            return UNHELD.format(returning) if returning else ""
         if self._foreign_steps:
             return UNHELD.format(self._foreign_name)
         if has_dropped:
@@ -126,9 +188,9 @@ class ForeignOptimizerGuard:
 
 
 def _hook_all_optimizers(foreign_optimizers: ForeignOptimizerGuard) -> Callable[[], object]:
-    """Hooks every optimizer of the process, and returns a function that removes the hook.
+    """Hooks every optimizer of the process, and returns a function that removes the hooks.
 
-    The hook is also removed when the guard is garbage-collected.
+    The hooks are also removed when the guard is garbage-collected.
     """
     reference = weakref.ref(foreign_optimizers)
 
@@ -137,7 +199,22 @@ def _hook_all_optimizers(foreign_optimizers: ForeignOptimizerGuard) -> Callable[
         if guard is not None:
             guard.called(optimizer)
 
-    return weakref.finalize(foreign_optimizers, register_optimizer_step_pre_hook(torch.compiler.disable(before)).remove)
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        guard = reference()
+        if guard is not None:
+            guard.returned(optimizer)
+
+    handles = (
+        register_optimizer_step_pre_hook(torch.compiler.disable(before)),
+        register_optimizer_step_post_hook(torch.compiler.disable(after)),
+    )
+    return weakref.finalize(foreign_optimizers, _remove_all, handles)
+
+
+def _remove_all(handles: Iterable[Any]) -> None:
+    """Removes hooks of torch."""
+    for each in handles:
+        each.remove()
 
 
 def _nothing() -> None:

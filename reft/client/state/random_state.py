@@ -24,7 +24,7 @@ def take() -> dict[str, Any]:
     """Returns the states in the generators' own types. All of them are copies."""
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": np.random.get_state(legacy=False),
         "cpu": torch.get_rng_state(),
         "cuda": [generator.get_state() for generator in _cuda_generators()],
     }
@@ -35,10 +35,17 @@ def storable(states: Mapping[str, Any]) -> dict[str, Any]:
     kind, keys, gauss = states["python"]
     return {
         "python": [kind, np.frombuffer(array("I", keys), np.uint32), gauss],  # np.array takes three times as long
-        "numpy": list(states["numpy"]),
+        "numpy": _numpy_state(states["numpy"]),
         "cpu": _bytes_of(states["cpu"]),
         "cuda": [_bytes_of(state) for state in states["cuda"]],
     }
+
+
+def _numpy_state(state: Mapping[str, Any]) -> Any:
+    """Returns numpy's own list for its usual generator; of any other one the dict."""
+    if state["bit_generator"] != "MT19937":
+        return state
+    return ["MT19937", state["state"]["key"], state["state"]["pos"], state["has_gauss"], state["gauss"]]
 
 
 def _bytes_of(state: torch.Tensor) -> TensorBytes:
@@ -59,11 +66,20 @@ def restore(saved: Mapping[str, Any]) -> None:
     """Restores the state of every default random generator.
 
     Raises:
-        RestoreError: the saved state is of another number of CUDA devices.
+        RestoreError: the saved state is of another number of CUDA devices, or of another kind of
+            generator than numpy has now.
     """
     kind, keys, gauss = saved["python"]
     random.setstate((kind, tuple(int(key) for key in keys), gauss))
-    np.random.set_state(tuple(saved["numpy"]))
+    numpy = saved["numpy"]
+    try:
+        np.random.set_state(numpy if isinstance(numpy, dict) else tuple(numpy))
+    except ValueError as error:
+        kind = numpy["bit_generator"] if isinstance(numpy, dict) else numpy[0]
+        raise RestoreError(
+            f"the snapshot has numpy's global generator as a {kind}, and this process has another kind.",
+            "call np.random.set_bit_generator before reft.attach, as the run before did; or set REFT_GENERATORS=user",
+        ) from error
     torch.set_rng_state(from_plain(saved["cpu"]))
     if saved["cuda"] and torch.cuda.is_available():
         torch.cuda.init()  # the first use of CUDA may come later than attach, as it did before

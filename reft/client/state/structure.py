@@ -206,7 +206,9 @@ def changed_beyond_repair(built: StructureFacts, now: StructureFacts) -> str:
         now: what is true now.
     """
     joined, left, changed = _compared(built.parameters, now.parameters)
-    parts = _lines("parameter", (("joined", joined), ("left", left), ("got another shape or dtype", changed)))
+    parts = _lines(
+        "parameter", (("joined", joined), ("left", left), ("got another shape, dtype or order in memory", changed))
+    )
     buffers = _lines("buffer", _lasting(built, now))
     parts += [
         f"the groups of {prefix} got other parameters during this run, or another order"
@@ -252,7 +254,11 @@ def _lasting(built: StructureFacts, now: StructureFacts) -> list[tuple[str, set[
     made = {name for name, each in now.buffers.items() if each.is_plain and each.is_temporary}
     filled = {name for name in built.buffers if name in after and now.buffers[name].is_plain}
     known = {name for name in made if now.buffers[name].owner in built.modules}
-    return [("joined", joined - known - filled), ("left", left), ("got another shape or dtype", changed - made)]
+    return [
+        ("joined", joined - known - filled),
+        ("left", left),
+        ("got another shape, dtype or order in memory", changed - made),
+    ]
 
 
 def _buffer_facts(tracked: TrackedObjects, owner: str, part: nn.Module, key: str, tensor: Any) -> BufferFacts:

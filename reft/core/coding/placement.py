@@ -506,8 +506,9 @@ def holders_among(
 ) -> tuple[int, ...]:
     """Returns the other nodes that hold a node's capsules, in distinct other domains.
 
-    Their number is the number of losses that the most tolerant lane of the job survives. Nodes of
-    the node's narrowest lane come first, then the next nodes in the ring of all nodes.
+    Their number is the number of losses that the most tolerant lane of the job survives. Without
+    any lane it is what was requested, if capsules hold all state. Nodes of the node's narrowest
+    lane come first, then the next nodes in the ring of all nodes.
 
     Nodes that copy the sections of this node's ranks come before all others, and each of them is a
     holder: it compares what it keeps with the digests in the capsules. So there may be more.
@@ -518,7 +519,7 @@ def holders_among(
         domains_of_nodes: failure domain of each node.
         node: index of the node.
     """
-    f = max((lane.code.f for lane in placement.all_lanes), default=0)
+    f = _losses_of_capsules(placement, domains_of_nodes)
     copiers = _copiers(placement, nodes, node)
     lane, nodes_of_lane = capsules_among(placement, nodes, node)
     lane_holders: tuple[int, ...] = ()
@@ -532,6 +533,19 @@ def holders_among(
             holder_in_domain.setdefault(domains_of_nodes[i], i)
     others = [i for i in holder_in_domain.values() if i not in (node, *copiers)]
     return *copiers, *others
+
+
+def _losses_of_capsules(placement: Placement, domains_of_nodes: Sequence[int]) -> int:
+    """Returns how many lost domains the capsules survive.
+
+    A small job whose ranks share no leaf has inline leaves only, and no lane.
+    """
+    if placement.all_lanes:
+        return max(lane.code.f for lane in placement.all_lanes)
+    if placement.scheme == "none" or any(placement.division.unreplicated_bytes.values()):
+        return 0
+    domains = len(set(domains_of_nodes))
+    return min(requested_losses(domains, placement.tolerate), domains - 1)
 
 
 def _copiers(placement: Placement, nodes: Sequence[Collection[int]], node: int) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from reft.client.state import random_state, serialization
 from reft.client.state.host_state import HostState
 from reft.client.state.restored_generators import RestoredGenerators
 from reft.client.state.tracked_objects import TrackedObjects
+from reft.config import Config
 from reft.errors import ConfigError, LayoutChanged
 from tests.support.drawing_data import SAMPLES, Drawing, DrawingStream, loader_of
 
@@ -293,14 +294,39 @@ class Iterated(Sampler[int]):
         return self.at
 
 
+def held(loader: reft.ResumableLoader) -> reft.ResumableLoader:
+    """Returns the loader after an attach has asked for its position."""
+    loader.state_dict()
+    return loader
+
+
+def test_a_loader_that_no_attach_was_given_says_so_once(capfd):
+    loader = resumable()
+    next(iter(loader))  # a look
+    assert capfd.readouterr().err == ""
+    epochs(loader, 2)
+    said = capfd.readouterr().err
+    assert said.count("[reft]") == 1 and "not covered: the position of this ResumableLoader" in said
+    epochs(held(resumable()), 2)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_loader_in_state_says_nothing_if_reft_is_switched_off(capfd):
+    loader, model = resumable(), torch.nn.Linear(1, 1)
+    off = Config.load(mode="off")
+    reft.attach(model, torch.optim.SGD(model.parameters()), state={"data": loader}, config=off)
+    epochs(loader, 1)
+    assert "not covered" not in capfd.readouterr().err
+
+
 def test_what_is_not_held_is_said_once_when_training_starts(capfd):
-    loader = reft.ResumableLoader(DataLoader(Jittered(), batch_size=2))
+    loader = held(reft.ResumableLoader(DataLoader(Jittered(), batch_size=2)))
     assert capfd.readouterr().err == ""
     epochs(loader, 2)
     said = capfd.readouterr().err
     assert said.count("[reft] not covered: dataset.transforms[0]['noise'], a generator of its own") == 1
     assert said.count("[reft]") == 1
-    epochs(resumable(shuffle=True, generator=torch.Generator()), 1)
+    epochs(held(resumable(shuffle=True, generator=torch.Generator())), 1)
     assert capfd.readouterr().err == ""
     next(reft.ResumableLoader(DataLoader(Drawing(), sampler=Iterated())).endless())
     assert "the place of Iterated, which is its own iterator" in capfd.readouterr().err

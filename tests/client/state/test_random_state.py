@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 import torch
 
 from reft.client.state import random_state
 from reft.errors import RestoreError
+from reft.wire import capsule_format
+
+
+@pytest.fixture
+def any_numpy() -> Iterator[None]:
+    """Puts numpy's global generator back."""
+    before = np.random.get_bit_generator()
+    yield
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64])
+def test_another_global_generator_of_numpy_comes_back(any_numpy, kind, recwarn):
+    np.random.set_bit_generator(kind(5))
+    np.random.randn(3)  # an odd number: one more is kept
+    saved = capsule_format.decode(capsule_format.encode(random_state.capture()))
+    expected = np.random.randn(3).tolist()
+    np.random.set_bit_generator(kind(6))
+    random_state.restore(saved)
+    assert np.random.randn(3).tolist() == expected and not recwarn.list
+
+
+@pytest.mark.parametrize(("before", "after"), [("PCG64", "MT19937"), ("MT19937", "PCG64")])
+def test_another_kind_of_generator_is_refused_by_its_name(any_numpy, before, after):
+    np.random.set_bit_generator(getattr(np.random, before)(5))
+    saved = random_state.capture()
+    np.random.set_bit_generator(getattr(np.random, after)(5))
+    with pytest.raises(
+        RestoreError, match=f"numpy's global generator as a {before}, and this process has another"
+    ) as refused:
+        random_state.restore(saved)
+    assert "np.random.set_bit_generator before reft.attach" in str(refused.value)
 
 
 @pytest.mark.parametrize("devices", [2, 1])

@@ -87,6 +87,19 @@ def test_only_the_steps_of_torch_itself_are_foreseen():
     assert can_foresee(torch.optim.AdamW(model.parameters())) and can_foresee(torch.optim.LBFGS(model.parameters()))
 
 
+def test_the_state_of_sparse_adam_is_foreseen():
+    """It refuses dense gradients. Unforeseen, its state is lost with a node until a review."""
+    model = nn.Embedding(8, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    tracked = TrackedObjects({"model.0": model}, [optimizer], {})
+    predicted = {leaf.name: leaf.describe() for leaf in tracked.predict(tracked.names())}
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    leaves = tracked.bind().leaves()
+    assert predicted == {leaf.name: leaf.describe() for leaf in leaves if leaf.name.startswith("optimizer.")}
+    assert len(predicted) == 2
+
+
 @pytest.mark.parametrize("kind", [Shampoo, Lion8, torch.optim.Adafactor])
 def test_rollback_removes_containers_and_subclasses_that_a_restore_has_made(kind):
     trained = nn.Linear(4, 4)

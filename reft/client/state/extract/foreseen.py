@@ -66,7 +66,7 @@ def foreseen_state(
             if not optimizer.state.get(named.tensor) and not has_inner_tensors(named.local):
                 kind = _kind(named)
                 if kind not in twin_of_kind:
-                    twin_of_kind[kind] = _twin(named)
+                    twin_of_kind[kind] = _twin(named, isinstance(optimizer, torch.optim.SparseAdam))
                 twins[id(named.tensor)] = twin_of_kind[kind]
         plain = {key: copy.copy(each) for key, each in group.items() if key != "params"}
         choices = {key: False for key in KERNEL_CHOICES if key in group}
@@ -83,13 +83,17 @@ def _kind(named: NamedParameter) -> tuple[object, ...]:
     return local.shape, local.stride(), local.dtype, placed
 
 
-def _twin(named: NamedParameter) -> torch.Tensor:
-    """Returns the parameter on `meta`, with a gradient."""
+def _twin(named: NamedParameter, is_sparse: bool) -> torch.Tensor:
+    """Returns the parameter on `meta`, with a gradient. SparseAdam refuses dense ones."""
     local = named.local
     with torch.no_grad():
         meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
         twin = like(named.tensor, meta).requires_grad_()
-    twin.grad = torch.empty_like(twin)
+    twin.grad = (
+        torch.sparse_coo_tensor(size=twin.shape, dtype=twin.dtype, device="meta", check_invariants=False)
+        if is_sparse
+        else torch.empty_like(twin)
+    )
     return twin
 
 

@@ -33,6 +33,7 @@ from reft.client.torch_internals import (
 )
 from reft.core.layout.layout import Leaf
 from reft.core.layout.model_form import ModelForm
+from reft.errors import UnsupportedState
 
 ContainerOf = Callable[[nn.Module], dict[str, Any]]
 
@@ -64,7 +65,14 @@ class ModuleExtractor:
     roles = frozenset({"model"})
 
     def check(self, prefix: str, value: nn.Module) -> None:
-        """Refuses nothing: `bind` refuses tensors that cannot be saved."""
+        """Refuses scripted modules; `bind` refuses tensors that cannot be saved."""
+        for path, part in value.named_modules():
+            if is_a(part, "ScriptModule"):
+                raise UnsupportedState(
+                    f"{f'{prefix}.{path}' if path else prefix} is a {type(part).__name__} of torch.jit, whose tensors lie "
+                    "outside of Python.",
+                    "pass the model as it was before scripting or tracing: it has the same parameters and buffers",
+                )
 
     def parameters(self, prefix: str, value: nn.Module, known: ParameterNames) -> Iterator[NamedParameter]:
         """Yields the parameters, as shards if FSDP has sharded them."""

@@ -47,6 +47,7 @@ from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import TensorIndex, device_of, identity_of, is_dense, leaf_of
 from reft.core.layout.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
+from reft.wire import capsule_format
 
 # A tensor in a group, behind the optimizer's prefix; a parameter that no model has is none.
 ITSELF = ""  # in the place of a key: the memory of the parameter, not of its state
@@ -76,7 +77,10 @@ class OptimizerExtractor:
         return value
 
     def check(self, prefix: str, value: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer around another one (Accelerate's, …), whose own state is empty."""
+        """Refuses an optimizer around another one, whose own state is empty (Accelerate's, …).
+
+        Also refuses values of its groups that a capsule can't hold.
+        """
         for name, each in vars(value).items():
             # An inner optimizer that shares this one's state is fine.
             if any(
@@ -86,6 +90,14 @@ class OptimizerExtractor:
                     f"{type(value).__name__} keeps its state in another optimizer, its .{name}.",
                     "pass that one if it holds whole parameters, or register_extractor for this one",
                 )
+        for g, group in enumerate(value.param_groups):
+            try:
+                capsule_format.encode(_plain_values(group, without="params"))
+            except UnsupportedState as error:
+                raise UnsupportedState(
+                    f"{prefix}, parameter group {g}: {error.message}",
+                    "keep such a value in an attribute of the optimizer, which the script sets again after a restart",
+                ) from error
 
     def parameters(self, prefix: str, value: torch.optim.Optimizer, known: ParameterNames) -> Iterator[NamedParameter]:
         """Yields the parameters of the groups; models have named most of them already."""
