@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.config import parse_duration, parse_size
+from reft.config import DURATION_MAX_S, SIZE_MAX, parse_duration, parse_size
 from reft.core.coding.turn_pace import NO_LIMIT, BandwidthLimit, automatic_limit, fixed_limit
 from reft.core.persist.retention import RetentionSettings
 from reft.errors import ConfigError
@@ -203,10 +203,12 @@ def check_seconds(flag: str, seconds: float) -> float:
     """Returns the number unchanged.
 
     Raises:
-        ConfigError: the number is below 0, or not a number.
+        ConfigError: the number is below 0, above DURATION_MAX_S, or not a number.
     """
-    if not seconds >= 0:
-        raise ConfigError(f"{flag} {seconds:g} is not allowed: give a number of seconds, 0 or more.")
+    if not 0 <= seconds <= DURATION_MAX_S:
+        raise ConfigError(
+            f"{flag} {seconds:g} is not allowed: give a number of seconds, 0 to {DURATION_MAX_S:.0f} (ten years)."
+        )
     return seconds
 
 
@@ -214,14 +216,17 @@ def parse_spare(text: str) -> SpareFiles:
     """Parses the value of --spare; an empty text means no spare files.
 
     Raises:
-        ConfigError: the text is not COUNTxSIZE.
+        ConfigError: the text is not COUNTxSIZE, or all files together are above SIZE_MAX.
     """
     count, _, size_text = text.partition("x")
     if not text:
         return SpareFiles()
-    if not count.isdigit() or not size_text:
+    if not count.isdecimal() or not size_text:
         raise ConfigError(
             f"--spare {text!r} is not COUNTxSIZE.",
             "give the number and the size of a node's slots, e.g. --spare 24x2.7GiB",
         )
-    return SpareFiles(int(count), parse_size(size_text))
+    spare = SpareFiles(int(count), parse_size(size_text))
+    if spare.bytes > SIZE_MAX:
+        raise ConfigError(f"--spare {text!r} is more than {SIZE_MAX >> 40}T.", "e.g. --spare 24x2.7GiB")
+    return spare
