@@ -24,6 +24,7 @@ from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
+from reft_daemon.arena import shortage
 from reft_daemon.arena.headers import header_messages, header_of, sealed_versions
 from reft_daemon.jobs import capsules, rounds, slot_reads, trainers
 from reft_daemon.jobs.inventory import fill_inventory
@@ -74,6 +75,24 @@ def _naming_node(node: pb.Node) -> Iterator[None]:
 def _unreachable(node: pb.Node, error: BaseException) -> AttachError:
     reason = reason_of(error).rstrip(".")
     return AttachError(f"node {node.name} can't be reached: {reason}.", remedy_of(error))
+
+
+@contextlib.contextmanager
+def _naming_coordinator(job: JobRecord) -> Iterator[None]:
+    """Adds the coordinator's name to the errors of a call that is passed on to it.
+
+    Raises:
+        CallRefused: the call has failed.
+        AttachError: the coordinator can't be called, such as at a socket that was removed.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise CallRefused(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}") from error
+    except OSError as error:
+        if shortage.is_shortage(error):  # of this daemon
+            raise
+        raise _unreachable(job.record.manifest.nodes[0], error) from error
 
 
 def _refuse_passing_on(job: JobRecord, call: AdmittedCall) -> None:
@@ -443,18 +462,14 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def PersistJob(self, request: pb.PersistJobRequest, call: AdmittedCall) -> pb.PersistJobReply:
         job = self._registry.get(request.job)
         _refuse_passing_on(job, call)
-        try:
+        with _naming_coordinator(job):
             return await self._registry.persists.request(job, request)
-        except grpc.RpcError as error:
-            raise CallRefused(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}") from error
 
     async def Hold(self, request: pb.HoldRequest, call: AdmittedCall) -> pb.HoldReply:
         job = self._registry.get(request.job)
         _refuse_passing_on(job, call)
-        try:
+        with _naming_coordinator(job):
             return await self._registry.persists.holds.hold(job, request)
-        except grpc.RpcError as error:
-            raise CallRefused(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}") from error
 
 
 class PeerService(pb_grpc.PeerServicer):
