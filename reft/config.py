@@ -188,7 +188,11 @@ class Config:
             raise ConfigError(
                 f"mtbf_s is {self.mtbf_s}; it is a number of seconds, or 0 if it is not known.", "REFT_MTBF_S=0"
             )
-        if not isinstance(self.chunk_bytes, int) or self.chunk_bytes % 4096 or not 4096 <= self.chunk_bytes <= CHUNK_MAX:
+        if (
+            not isinstance(self.chunk_bytes, int)
+            or self.chunk_bytes % 4096
+            or not 4096 <= self.chunk_bytes <= CHUNK_MAX
+        ):
             raise ConfigError(
                 f"chunk_bytes is {self.chunk_bytes!r}; it must be a multiple of 4096, and at most {CHUNK_MAX}.",
                 "REFT_CHUNK_BYTES=256KiB",

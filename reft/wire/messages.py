@@ -14,7 +14,7 @@ from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, StepReport
 from reft.core.commit.slots import SlotState
 from reft.core.commit.snapshot_interval import SnapshotInterval
-from reft.core.commit.version import Epoch, Version
+from reft.core.commit.version import STEP_MAX, Epoch, Version
 from reft.core.layout.layout import Layout, Leaf
 from reft.core.membership.failure_detector import AgentPhase, NodeReport, Signal
 from reft.core.membership.progress import Stall
@@ -31,7 +31,6 @@ IDENT_BYTES = 16  # of an epoch
 EARLIER_TOKENS_MAX = 8
 TOKENS_MAX = 64  # that a call to pass on may name
 MANIFEST_MAX = 16 << 20  # bytes
-STEP_MAX = 1 << 62  # an outcome travels as a signed number
 NODE_REPORTS_MAX = 512  # reports in one beat, the most severe first; the next beats have the rest
 REASON_MAX = 300  # characters
 AGE_MAX_MS = (1 << 32) - 1  # 49 days; a node may be silent for longer while its ranks train

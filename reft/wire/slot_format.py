@@ -50,10 +50,9 @@ import numpy.typing as npt
 import xxhash
 
 from reft.core.commit.slots import SlotState
-from reft.core.commit.version import Epoch, Version
+from reft.core.commit.version import STEP_MAX, Epoch, Version
 from reft.core.layout.layout import align
 from reft.errors import FormatError
-from reft.wire.messages import STEP_MAX
 
 MAGIC: Final = b"REFTSLOT"
 MAJOR: Final = 3  # written

@@ -144,7 +144,11 @@ class Mutator:
         kind = field.cpp_type
         if kind == FieldDescriptor.CPPTYPE_STRING and field.type == FieldDescriptor.TYPE_BYTES:
             sizes = (0, 1, 15, 16, 17, 32, 1000)
-            return BOMB if self._rng.random() < 0.1 and field.name not in UNPACKED else self._rng.randbytes(self._rng.choice(sizes))
+            return (
+                BOMB
+                if self._rng.random() < 0.1 and field.name not in UNPACKED
+                else self._rng.randbytes(self._rng.choice(sizes))
+            )
         if kind == FieldDescriptor.CPPTYPE_STRING:
             return self._rng.choice(NAMES)
         if kind == FieldDescriptor.CPPTYPE_BOOL:
@@ -184,7 +188,7 @@ class FieldLimit:
     value: float
 
     def put(self, message: Any) -> None:
-        """Sets the field; of a repeated message in the first entry, of repeated numbers the only one."""
+        """Sets the field: in the first of repeated messages, and as the only repeated number."""
         *outer, field = self.path
         for each in outer:
             child = getattr(message, each.name)

@@ -24,9 +24,8 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.errors import FormatError
 from reft.wire import capsule_format
-from reft.wire.messages import places_from, table_from, table_to
+from reft.wire.messages import STEP_MAX, places_from, table_from, table_to
 from reft.wire.shm import map_file
-from reft.wire.messages import STEP_MAX
 from reft.wire.slot_format import (
     CAPSULE_MAX,
     CHECKSUM,

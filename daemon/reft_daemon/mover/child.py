@@ -27,7 +27,13 @@ from reft.errors import ReftError
 from reft.wire.shm import map_file
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.tls import Tls
-from reft_daemon.child.control_channel import ControlMessage, check_descriptors, receive_message, send_message, version_of
+from reft_daemon.child.control_channel import (
+    ControlMessage,
+    check_descriptors,
+    receive_message,
+    send_message,
+    version_of,
+)
 from reft_daemon.mover import range_client
 from reft_daemon.mover.range_client import MoverAddress, RangePull, SourceRefused
 from reft_daemon.mover.range_protocol import PULLS_MAX, BrokenConnection

@@ -24,7 +24,6 @@ from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
-from reft_daemon.arena import shortage
 from reft_daemon.arena.headers import header_messages, header_of, sealed_versions
 from reft_daemon.jobs import capsules, rounds, slot_reads, trainers
 from reft_daemon.jobs.inventory import fill_inventory
@@ -79,7 +78,7 @@ def _unreachable(node: pb.Node, error: BaseException) -> AttachError:
 
 @contextlib.contextmanager
 def _naming_coordinator(job: JobRecord) -> Iterator[None]:
-    """Adds the coordinator's name to the errors of a call that is passed on to it.
+    """Adds the coordinator's name to the errors of a call passed on to it.
 
     Raises:
         CallRefused: the call has failed.
@@ -89,9 +88,7 @@ def _naming_coordinator(job: JobRecord) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise CallRefused(error.code(), f"node {job.record.manifest.nodes[0].name}: {reason_of(error)}") from error
-    except OSError as error:
-        if shortage.is_shortage(error):  # of this daemon
-            raise
+    except (ConnectionError, FileNotFoundError, PermissionError) as error:  # others are of this daemon
         raise _unreachable(job.record.manifest.nodes[0], error) from error
 
 

@@ -138,7 +138,7 @@ class IntervalEstimator:
 
     def needed(self) -> int:
         """Returns the interval that fits the measurements, in steps."""
-        # Bounded before they become whole numbers: a user may give any budget above 0, and any MTBF.
+        # Bounded before they become whole numbers: a user may give any budget and any MTBF.
         step_s = max(self.step_s.mean, 1e-9)
         share_s = max(self.budget * step_s, LEAST_S)
         every = math.ceil(min(self.stall_s / share_s, EVERY_MAX) * (1 - 1e-9))

@@ -117,7 +117,7 @@ def test_an_invalid_interval_is_refused(attach, every):
 
 @pytest.mark.parametrize("tolerate", [-2, 64, 1 << 31, 1.5, "1"])
 def test_an_invalid_number_of_lost_nodes_is_refused(attach, tolerate):
-    with pytest.raises(ConfigError, match="tolerate is .*0 to 63"):
+    with pytest.raises(ConfigError, match=r"tolerate is .*0 to 63"):
         attach(*make(), tolerate=tolerate)
 
 
