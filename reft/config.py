@@ -24,6 +24,8 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*$", re.IGNORECASE)
 _UNITS_S = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 DURATION_MAX_S = 3660 * 86_400.0
+SIZE_MAX = 1 << 60  # bytes; sums of some sizes still travel as whole numbers of 64 bits
+CHUNK_MAX = 1 << 31  # bytes
 JOB_KEY_VARIABLES = ("REFT_JOB_KEY_FILE", "REFT_JOB_KEY")
 SECRET_VARIABLES = (*JOB_KEY_VARIABLES, "REFT_ETCD_PASSWORD")
 
@@ -34,16 +36,19 @@ def parse_size(text: str) -> int:
     k, M, G and T are powers of 1024.
 
     Raises:
-        ConfigError: the text is not a size.
+        ConfigError: the text is not a size, or is above SIZE_MAX.
     """
     match = _SIZE.match(text)
     if not match:
         raise ConfigError(f"{text!r} is not a size.", "write it as 512MiB, 64GiB or a number of bytes")
     power = " kmgt".index(match[2].lower() or " ")
     try:
-        return int(Fraction(match[1]) * 1024**power)
+        size = int(Fraction(match[1]) * 1024**power)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{text[:40]!r} is not a size: {error}.") from error
+    if size > SIZE_MAX:
+        raise ConfigError(f"{text[:40]!r} is too large; the limit is {SIZE_MAX >> 40}T.")
+    return size
 
 
 def parse_duration(text: str) -> float:
@@ -164,9 +169,9 @@ class Config:
             raise ConfigError(
                 f"load_transport is {self.load_transport!r}; it can be gloo or nccl.", "REFT_LOAD_TRANSPORT=gloo"
             )
-        if self.slots and not 2 <= self.slots <= 16:
+        if self.slots and not (isinstance(self.slots, int) and 2 <= self.slots <= 16):
             raise ConfigError(
-                f"slots is {self.slots}; it can be 2 to 16, or 0 to let reft choose.", "slots=3, or REFT_SLOTS=3"
+                f"slots is {self.slots!r}; it can be 2 to 16, or 0 to let reft choose.", "slots=3, or REFT_SLOTS=3"
             )
         for name, remedy in (("attach_deadline_s", "120"), ("rpc_deadline_s", "2"), ("seal_deadline_s", "30")):
             if not 0 < getattr(self, name) < 1e6:
@@ -183,9 +188,14 @@ class Config:
             raise ConfigError(
                 f"mtbf_s is {self.mtbf_s}; it is a number of seconds, or 0 if it is not known.", "REFT_MTBF_S=0"
             )
-        if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
+        if (
+            not isinstance(self.chunk_bytes, int)
+            or self.chunk_bytes % 4096
+            or not 4096 <= self.chunk_bytes <= CHUNK_MAX
+        ):
             raise ConfigError(
-                f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of 4096.", "REFT_CHUNK_BYTES=256KiB"
+                f"chunk_bytes is {self.chunk_bytes!r}; it must be a multiple of 4096, and at most {CHUNK_MAX}.",
+                "REFT_CHUNK_BYTES=256KiB",
             )
         if self.parity_scratch_bytes < 1 << 20:
             raise ConfigError(

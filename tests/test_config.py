@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.config import Config, Launch, child_environment, parse_duration, parse_size, runtime_dir
+from reft.config import SIZE_MAX, Config, Launch, child_environment, parse_duration, parse_size, runtime_dir
 from reft.errors import ConfigError
 
 
@@ -66,6 +66,14 @@ def test_a_bad_argument_is_refused_too():
         Config.load({}, slots=99)
 
 
+@pytest.mark.parametrize("changes", [{"chunk_bytes": 1 << 32}, {"chunk_bytes": 4096.0}, {"slots": 2.0}])
+def test_a_number_that_no_manifest_carries_is_refused(changes):
+    ((name, value),) = changes.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value}"):
+        Config.load({}, **changes)
+    assert Config.load({}, chunk_bytes=1 << 31).chunk_bytes == 1 << 31
+
+
 def test_config_reads_missing_arguments_from_the_environment(monkeypatch, tmp_path):
     """`attach(config=Config(…))` in a torchrun worker: the agent sets the daemon's address."""
     surroundings = {"REFT_DAEMON": "unix:/d", "REFT_SLOTS": "4", "REFT_MTBF_S": "60", "REFT_RUNTIME_DIR": str(tmp_path)}
@@ -98,7 +106,14 @@ def test_an_invalid_size_is_refused(text):
         parse_size(text)
 
 
-@given(st.integers(0, 1 << 50), st.sampled_from(["", "k", "M", "Gi", "TiB"]))
+def test_no_size_is_more_than_a_message_can_carry():
+    assert parse_size(f"{SIZE_MAX >> 40}T") == SIZE_MAX
+    for text in (f"{SIZE_MAX + 1}", "99999999999T"):
+        with pytest.raises(ConfigError, match="is too large"):
+            parse_size(text)
+
+
+@given(st.integers(0, 1 << 20), st.sampled_from(["", "k", "M", "Gi", "TiB"]))
 def test_whole_sizes_are_exact(number, unit):
     factor = 1024 ** " kmgt".index((unit or " ")[0].lower())
     assert parse_size(f"{number}{unit}") == number * factor

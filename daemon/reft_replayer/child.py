@@ -26,7 +26,7 @@ from reft.replay.section_replay import CopiesDiffer, replay
 from reft.wire.shm import map_file
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import replay_pb2
-from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message
+from reft_daemon.child.control_channel import ControlMessage, check_descriptors, receive_message, send_message
 
 log = logging.getLogger("reft.replayer")
 
@@ -62,6 +62,7 @@ def _answer(message: ControlMessage, descriptors: Sequence[int], failpoints: Fai
 
 
 def _carry_out(message: ControlMessage, descriptors: Sequence[int], failpoints: Failpoints) -> None:
+    check_descriptors(message)
     order_file, *slot_files = descriptors
     data = os.pread(order_file, message["order_bytes"], 0)
     try:

@@ -14,7 +14,7 @@ from reft.core.commit.relayout import LayoutOutcome, LayoutReport
 from reft.core.commit.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, StepReport
 from reft.core.commit.slots import SlotState
 from reft.core.commit.snapshot_interval import SnapshotInterval
-from reft.core.commit.version import Epoch, Version
+from reft.core.commit.version import STEP_MAX, Epoch, Version
 from reft.core.layout.layout import Layout, Leaf
 from reft.core.membership.failure_detector import AgentPhase, NodeReport, Signal
 from reft.core.membership.progress import Stall
@@ -31,10 +31,10 @@ IDENT_BYTES = 16  # of an epoch
 EARLIER_TOKENS_MAX = 8
 TOKENS_MAX = 64  # that a call to pass on may name
 MANIFEST_MAX = 16 << 20  # bytes
-STEP_MAX = 1 << 62  # an outcome travels as a signed number
 NODE_REPORTS_MAX = 512  # reports in one beat, the most severe first; the next beats have the rest
 REASON_MAX = 300  # characters
-LANES_MAX = 4096  # lanes without parity in one report; a job has fewer lanes
+AGE_MAX_MS = (1 << 32) - 1  # 49 days; a node may be silent for longer while its ranks train
+LANES_MAX = 4096  # lanes without parity in one report; more have only jobs of some 65,000 ranks or more
 
 
 def check_protocol(theirs: int, their_oldest: int, who: str, ours: str) -> None:
@@ -297,11 +297,23 @@ def pins_from(message: pb.Pins) -> Pins:
 
 
 def guard_report_to(report: GuardReport) -> pb.GuardReport:
-    lanes = [
-        pb.UnguardedLane(step=lane.step, lane=lane.lane, words=lane.words[:REASON_MAX], attempt=lane.attempt)
-        for lane in sorted(report.lanes)[:LANES_MAX]
-    ]
-    return pb.GuardReport(attempt=report.guarded, lanes=lanes)
+    """Returns the message of a report, with at most LANES_MAX lanes.
+
+    If there are more, the message names lanes of each turn, and calls no turn guarded: a lane that
+    was left out would count as one that has its parity.
+    """
+    lanes = sorted(report.lanes)
+    if len(lanes) > LANES_MAX:
+        turns = {lane.attempt for lane in lanes}
+        of_turns = ([lane for lane in lanes if lane.attempt == attempt] for attempt in sorted(turns))
+        lanes = [lane for of_turn in of_turns for lane in of_turn[: LANES_MAX // len(turns)]]
+    return pb.GuardReport(
+        attempt=report.guarded if len(lanes) == len(report.lanes) else 0,
+        lanes=[
+            pb.UnguardedLane(step=lane.step, lane=lane.lane, words=lane.words[:REASON_MAX], attempt=lane.attempt)
+            for lane in lanes
+        ],
+    )
 
 
 def guard_report_from(message: pb.GuardReport) -> GuardReport:
@@ -419,7 +431,9 @@ def _stall_from(message: pb.Stall) -> Stall:
 
 
 def heard_to(heard_s: Mapping[str, float]) -> list[pb.LastHeard]:
-    return [pb.LastHeard(node_id=node, age_ms=max(int(age_s * 1000), 0)) for node, age_s in heard_s.items()]
+    """Returns the ages of the last news from nodes, at most AGE_MAX_MS."""
+    ages_ms = {node: min(max(int(age_s * 1000), 0), AGE_MAX_MS) for node, age_s in heard_s.items()}
+    return [pb.LastHeard(node_id=node, age_ms=age_ms) for node, age_ms in ages_ms.items()]
 
 
 def heard_from(messages: Iterable[pb.LastHeard]) -> dict[str, float]:

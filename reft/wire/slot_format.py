@@ -50,7 +50,7 @@ import numpy.typing as npt
 import xxhash
 
 from reft.core.commit.slots import SlotState
-from reft.core.commit.version import Epoch, Version
+from reft.core.commit.version import STEP_MAX, Epoch, Version
 from reft.core.layout.layout import align
 from reft.errors import FormatError
 
@@ -179,6 +179,8 @@ def _header_of(fields: tuple[Any, ...]) -> Header:
         raise FormatError(f"unknown digest kind {kind!r} or state {state!r}.")
     if seq > SEQ_MAX:
         raise FormatError(f"the header has sequence number {seq}; the last one is {SEQ_MAX}.")
+    if step > STEP_MAX:
+        raise FormatError(f"the header names step {step}; steps end at {STEP_MAX}.")
     if not chunk or table_bytes > table_capacity or capsule_bytes > CAPSULE_MAX or data_bytes > data_capacity:
         raise FormatError("the header has sizes that exceed the slot.")
     return Header(

@@ -250,8 +250,12 @@ def test_the_system_error_of_a_failed_listen_is_shown(tmp_path, host, says):
         (["--token", "secret"], "No such option"),
         (["--ttl", "-5"], "--ttl -5 is not allowed"),
         (["--ttl-failed", "nan"], "--ttl-failed nan is not allowed"),
-        (["--ttl", "inf"], "--ttl inf is not allowed: give a number of seconds, 0 to 1000000000 (31 years)"),
         (["--idle-exit", "-0.1"], "--idle-exit -0.1 is not allowed"),
+        (
+            ["--ttl-failed", "inf"],
+            "--ttl-failed inf is not allowed: give a number of seconds, 0 to 316224000 (ten years)",
+        ),
+        (["--memory", "99999999999T"], "is too large; the limit is 1048576T"),
     ],
 )
 def test_invalid_flags_are_refused(tmp_path, more, says):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.core.commit.decision import Decision
-from reft.core.commit.pins import Pins
+from reft.core.commit.pins import ExchangeFacts, GuardReport, Pins, TurnHistory, UnguardedLane, next_pins
 from reft.core.commit.relayout import LayoutOutcome
 from reft.core.commit.round import UNDECIDED_MAX, Outcome, StepReport
 from reft.core.commit.slots import SlotState
@@ -89,6 +89,25 @@ def test_no_number_that_a_daemon_increases_can_arrive_at_its_limit():
     for decision in (pb.Decision(epoch=epoch), pb.Decision(epoch=pb.Epoch(ident=bytes(16)), known=[epoch])):
         with pytest.raises(ConfigError, match="epochs end at"):
             messages.check_decision("job", decision)
+
+
+def test_a_report_of_more_lanes_than_it_can_name_protects_nothing():
+    """The lanes of the earlier step come first, so those of the turn would be left out."""
+    lanes = {UnguardedLane(5, lane, "gone.", 1) for lane in range(messages.LANES_MAX)}
+    for of_turn, guarded in ((0, 2), (3, 0), (messages.LANES_MAX, 0)):
+        told = GuardReport(2, frozenset(lanes | {UnguardedLane(6, lane, "silent.", 2) for lane in range(of_turn)}))
+        heard = messages.guard_report_from(messages.guard_report_to(told))
+        assert heard.guarded == guarded and heard.lanes <= told.lanes and heard.lacking(1)
+        assert bool(heard.lacking(2)) == bool(of_turn)
+        pins = Pins(seq=3, whole=6, turn=6, protected=5, attempt=2, protected_by=1)
+        history, facts = TurnHistory(tried=6, tries=1), ExchangeFacts(2 * messages.LANES_MAX, 4, True)
+        after, _ = next_pins(pins, 6, heard, history, facts, 0.0)
+        assert after.turn == -1 and after.protected == (6 if guarded else -1)
+
+
+def test_a_node_that_is_silent_for_months_stops_no_beat():
+    ages = {"a": 0.25, "b": 1e9}
+    assert messages.heard_from(messages.heard_to(ages)) == {"a": 0.25, "b": messages.AGE_MAX_MS / 1000}
 
 
 def test_the_start_of_the_last_layout_travels():

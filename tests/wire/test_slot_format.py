@@ -24,7 +24,7 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.errors import FormatError
 from reft.wire import capsule_format
-from reft.wire.messages import places_from, table_from, table_to
+from reft.wire.messages import STEP_MAX, places_from, table_from, table_to
 from reft.wire.shm import map_file
 from reft.wire.slot_format import (
     CAPSULE_MAX,
@@ -516,6 +516,17 @@ def test_a_sequence_number_that_no_writer_reaches_is_damage(seq):
     sound.begin(Version(EPOCH, 1), b"l" * 16, b"", 0)
     sound.landed()
     assert newest_header(slot).state is SlotState.LANDED
+
+
+def test_a_step_that_no_message_of_the_round_can_name_is_damage():
+    """Reported for its dead trainer, it made each call of Status an error."""
+    for step in (STEP_MAX, STEP_MAX + 1, (1 << 64) - 1):
+        header = Header(Geometry(4096, 4096, 4096), "job", 0, SlotState.SEALED, Version(EPOCH, step))
+        if step == STEP_MAX:
+            assert decode_header(header.encode()) == header
+        else:
+            with pytest.raises(FormatError, match=f"names step {step}; steps end at {STEP_MAX}"):
+                decode_header(header.encode())
 
 
 @pytest.mark.parametrize("opens", [SlotMap, FileSlotMap])

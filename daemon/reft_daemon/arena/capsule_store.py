@@ -33,7 +33,7 @@ from google.protobuf.message import DecodeError
 from reft.core.commit.capsules import DIGESTS_MAX, capsules_to_drop
 from reft.core.commit.decision import Decision, counts
 from reft.core.commit.round import Outcome
-from reft.core.commit.version import Version
+from reft.core.commit.version import STEP_MAX, Version
 from reft.core.text import counted
 from reft.errors import AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
@@ -252,8 +252,8 @@ def check_record(record: pb.CapsuleRecord, world: int) -> None:
     """Raises ConfigError for a record that no daemon of the job would send."""
     if record.rank >= world:
         raise ConfigError(f"a capsule of rank {record.rank} arrived; the job has {counted(world, 'rank')}.")
-    if record.version.step > messages.STEP_MAX:
-        raise ConfigError(f"a capsule of step {record.version.step} arrived; the highest step is {messages.STEP_MAX}.")
+    if record.version.step > STEP_MAX:
+        raise ConfigError(f"a capsule of step {record.version.step} arrived; the highest step is {STEP_MAX}.")
     for what, size, limit in (
         ("capsule", len(record.capsule), CAPSULE_MAX),
         ("table of digests", len(record.digests), DIGESTS_MAX),

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from reft.core.commit.version import Epoch, Version
+from reft.errors import AttachError
 from reft.wire.local_socket import receive_descriptors
 
 MESSAGE_MAX: Final = 64 << 10
@@ -64,6 +65,12 @@ def receive_message(channel: socket.socket) -> tuple[ControlMessage, list[int]] 
     if is_cut:
         message = {**message, "error": TOO_MANY_FILES, "damaged": False, "errno": errno.EMFILE}
     return message, descriptors
+
+
+def check_descriptors(command: ControlMessage) -> None:
+    """Raises AttachError if the descriptors of a command were lost, see `receive_message`."""
+    if "error" in command:
+        raise AttachError(command["error"])
 
 
 def version_of(fields: Sequence[object]) -> Version:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -71,6 +71,18 @@ def node_placement(manifest: pb.Manifest, node_index: int) -> NodePlacement:
     except ValueError as error:
         raise ConfigError(f"the manifest of job {manifest.job} can't be placed: {error}.") from error
     return NodePlacement(holders, lanes, sections)
+
+
+def _cells_of(compared: Mapping[Any, Any]) -> dict[int, int]:
+    """Returns cell → digest as a capsule has them.
+
+    Raises:
+        ValueError: they are no numbers that a report can carry.
+    """
+    cells = {int(cell): int(digest) for cell, digest in compared.items()}
+    if not all(0 <= cell < 1 << 32 and 0 <= digest < 1 << 64 for cell, digest in cells.items()):
+        raise ValueError(f"its {len(cells)} cells and digests are no such numbers")
+    return cells
 
 
 @dataclass
@@ -185,7 +197,7 @@ class CapsuleReplication:
                 header = slot.map.reread()
                 if header.state is SlotState.SEALED and header.version is not None and header.version.epoch == epoch:
                     compared = capsule_format.decode(slot.map.capsule())["compared"]
-                    digests_by_step[header.version.step] = {int(cell): int(digest) for cell, digest in compared.items()}
+                    digests_by_step[header.version.step] = _cells_of(compared)
             except (OSError, FormatError, AttributeError, KeyError, TypeError, ValueError) as error:
                 log.error("slot=%s is damaged, or has no digests to compare with its replicas: %s", slot.name, error)
         return digests_by_step

@@ -27,7 +27,13 @@ from reft.errors import ReftError
 from reft.wire.shm import map_file
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.tls import Tls
-from reft_daemon.child.control_channel import ControlMessage, receive_message, send_message, version_of
+from reft_daemon.child.control_channel import (
+    ControlMessage,
+    check_descriptors,
+    receive_message,
+    send_message,
+    version_of,
+)
 from reft_daemon.mover import range_client
 from reft_daemon.mover.range_client import MoverAddress, RangePull, SourceRefused
 from reft_daemon.mover.range_protocol import PULLS_MAX, BrokenConnection
@@ -104,7 +110,12 @@ class CommandServer:
         while received := receive_message(self._channel):
             message, descriptors = received
             try:
+                check_descriptors(message)
                 getattr(self, f"_{message['do']}")(message, descriptors)
+            except ReftError as error:
+                log.error("the command %s can't be carried out: %s", message["do"], error)
+                if "id" in message:
+                    self._tell({"done": message["id"], "error": error.message})
             except Exception as error:  # a slot that can't be mapped must not end the other turns
                 log.exception("a command can't be carried out")
                 if "id" in message:

@@ -22,8 +22,21 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.parity import LocalLane
 
 
+class NoCopies(CannotReplay):
+    """There are no copies that records may follow: the exchange has to make some first."""
+
+
 class LateRecord(CannotReplay):
-    """A record may still come: no later one is sealed."""
+    """A record may still come: no later one is sealed.
+
+    Args:
+        mark: of that record.
+        newest: the newest mark of the epoch whose record is sealed; -1: none.
+    """
+
+    def __init__(self, mark: int, newest: int) -> None:
+        super().__init__(_missing(mark))
+        self.mark, self.newest = mark, newest
 
 
 class ReplayInputs(NamedTuple):
@@ -65,13 +78,15 @@ def replay_inputs(job: JobRecord, local: LocalLane, version: Version) -> ReplayI
 
     Raises:
         LateRecord: the last records are not sealed yet.
-        CannotReplay: something is missing.
+        NoCopies, CannotReplay: something is missing.
     """
     base, copies = _copies(job, local)
     marks, records = range(base.step + 1, version.step + 1), sealed_records(job, local.rank)
-    if missing := [mark for mark in marks if mark not in records]:
-        refusal = CannotReplay if max(records, default=-1) > missing[0] else LateRecord
-        raise refusal(f"the record of mark {missing[0]} is missing.")
+    # Only the first one is looked for: another node may name a step that lies any distance ahead.
+    missing = next((mark for mark in marks if mark not in records), None)
+    if missing is not None:
+        newest = max(records, default=-1)
+        raise CannotReplay(_missing(missing)) if newest > missing else LateRecord(missing, newest)
     pairs = []
     for member in local.lane.copied_members(local.member):
         rank = local.lane.members[member]
@@ -95,18 +110,22 @@ def _copies(job: JobRecord, local: LocalLane) -> tuple[Version, SlotFile]:
     """Returns the version of the copies at hand, and the parity slot that has them.
 
     Raises:
-        CannotReplay: there are none that records may follow.
+        NoCopies: there are none that records may follow.
     """
     base = parity.kept_version(job)
     if base is None:
-        raise CannotReplay("no step is protected yet.")
+        raise NoCopies("no step is protected yet.")
     decision = messages.decision_from(job.record.decision)
     if base.epoch != job.epoch and base != decision.base:
-        raise CannotReplay(f"the copies at hand are of {base}, which no record follows.")
+        raise NoCopies(f"the copies at hand are of {base}, which no record follows.")
     copies = parity.sealed_parity(job, local, base)
     if copies is None:
-        raise CannotReplay(f"the copies of {base} are not at hand.")
+        raise NoCopies(f"the copies of {base} are not at hand.")
     return base, copies
+
+
+def _missing(mark: int) -> str:
+    return f"the record of mark {mark} is missing."
 
 
 def replay_order(

@@ -32,6 +32,7 @@ from reft_daemon.jobs.parity import LocalLane
 from reft_daemon.jobs.persistence import save_or_log
 from reft_daemon.peers.replay_order import (
     LateRecord,
+    NoCopies,
     ReplayInputs,
     copied_owners,
     replay_inputs,
@@ -61,6 +62,7 @@ class LaneReplay:
         verdict: what these turns have decided; empty: nothing yet.
         tried: the version of the last turn that was considered; a turn that is begun anew is not.
         owners: epoch and what its manifest says of the copied ranks.
+        in_vain: epoch, and the mark whose record was waited for in vain.
     """
 
     trials: ReplayTrials = field(default_factory=ReplayTrials)
@@ -72,6 +74,16 @@ class LaneReplay:
     meter: ReplayMeter = field(default_factory=ReplayMeter)
     verdict: str = ""
     owners: tuple[Epoch, list[OwnerFacts]] | None = None
+    in_vain: tuple[Epoch, int] | None = None
+
+    def records_nothing(self, epoch: Epoch, newest: int) -> bool:
+        """Whether no record came since one was waited for in vain: the next wait would be, too.
+
+        Args:
+            epoch: in force.
+            newest: the newest mark of the epoch whose record is sealed; -1: none.
+        """
+        return self.in_vain is not None and self.in_vain[0] == epoch and newest < self.in_vain[1]
 
     def lag(self, whole: int) -> int:
         """Returns the steps from the newest verified step to the newest whole one."""
@@ -102,7 +114,8 @@ class ReplayService:
             return False
         if version == lane.tried:
             return False
-        is_first = lane.tried is None or lane.tried.epoch != version.epoch
+        # the first turn of an epoch has no copies at hand
+        counts = lane.tried is not None and lane.tried.epoch == version.epoch
         lane.tried = version
         if lane.trials.left_out:
             lane.trials = lane.trials.skip()
@@ -114,6 +127,7 @@ class ReplayService:
                 lane.trials = lane.trials.fail()
             self._note(job, local, version, lane, error.message)
         except (ReftError, OSError) as error:
+            counts &= not isinstance(error, NoCopies)  # nor has one after turns that nobody could make
             self._note(job, local, version, lane, error.message if isinstance(error, ReftError) else str(error))
         except Exception as error:  # a bug, or no thread: the mover can make the lane all the same
             if repr(error) != lane.reason:
@@ -123,7 +137,7 @@ class ReplayService:
             lane.trials, lane.verified, lane.cpu_s = lane.trials.succeed(), version.step, cost.cpu_s
             self._note(job, local, version, lane, "")
             lane.meter = lane.meter.replayed(version.step, time.monotonic(), lane.marks, *cost)
-        if lane.reason and not is_first:  # the first turn of an epoch has no copies at hand
+        if lane.reason and counts:
             lane.meter = lane.meter.exchanged(version.step, time.monotonic())
         if job.record.manifest.choice and not lane.verdict:
             self._judge(job, local, lane)
@@ -158,7 +172,7 @@ class ReplayService:
     async def _replay(
         self, job: JobRecord, local: LocalLane, version: Version, slot: SlotFile, lane: LaneReplay
     ) -> ReplayCost:
-        inputs = await _inputs(job, local, version)
+        inputs = await _inputs(job, local, version, lane)
         manifest = job.record.manifest
         # Layouts of many leaves take a while, and rounds must go on.
         if lane.owners is None or lane.owners[0] != job.epoch:
@@ -195,11 +209,12 @@ class ReplayService:
         lane.reason = reason
 
 
-async def _inputs(job: JobRecord, local: LocalLane, version: Version) -> ReplayInputs:
+async def _inputs(job: JobRecord, local: LocalLane, version: Version, lane: LaneReplay) -> ReplayInputs:
     """Returns what this node holds; waits for records that may still come.
 
     A trainer seals the record and the snapshot of a mark in two threads. Where cores are busy, the
-    step may be whole before its record is sealed.
+    step may be whole before its record is sealed. A rank that can record none at all, such as one
+    whose marks are all gaps, delays one turn, and not each.
 
     Raises:
         CannotReplay: something is missing.
@@ -208,7 +223,10 @@ async def _inputs(job: JobRecord, local: LocalLane, version: Version) -> ReplayI
     while True:
         try:
             return replay_inputs(job, local, version)
-        except LateRecord:
+        except LateRecord as late:
+            if lane.records_nothing(job.epoch, late.newest):
+                raise
             if time.monotonic() > deadline_s:
+                lane.in_vain = job.epoch, late.mark
                 raise
         await asyncio.sleep(RECORDS_POLL_S)

@@ -25,7 +25,14 @@ from reft.errors import FormatError, ReftError
 from reft.wire import messages
 from reft.wire import stored_format as stored
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.child.control_channel import ControlMessage, fields_of, receive_message, send_message, version_of
+from reft_daemon.child.control_channel import (
+    ControlMessage,
+    check_descriptors,
+    fields_of,
+    receive_message,
+    send_message,
+    version_of,
+)
 from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint, has_ended
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource, read_head
 from reft_daemon.persist.storage_root import AnyFolder
@@ -91,6 +98,7 @@ class StorageServer:
         passed: list[int] = []
         self._tell({"moved": message["id"], "bytes": 0})
         try:
+            check_descriptors(message)
             fields, passed = act(message, descriptors)
         except (ReftError, OSError) as error:
             fields = {

@@ -79,7 +79,7 @@ def _naming_coordinator(job: JobRecord) -> Iterator[None]:
     Its silence travels as AttachError: else the caller would take this daemon for silent.
 
     Raises:
-        AttachError: the coordinator can't be reached.
+        AttachError: the coordinator can't be reached, such as at a socket that was removed.
         CallRefused: it has refused the call.
     """
     node = job.record.manifest.nodes[0]
@@ -89,6 +89,8 @@ def _naming_coordinator(job: JobRecord) -> Iterator[None]:
         if error.code() in _SILENT:
             raise _unreachable(node, error) from error
         raise CallRefused(error.code(), f"node {node.name}: {reason_of(error)}") from error
+    except (ConnectionError, FileNotFoundError, PermissionError) as error:  # others are of this daemon
+        raise _unreachable(node, error) from error
 
 
 def _unreachable(node: pb.Node, error: BaseException) -> AttachError:

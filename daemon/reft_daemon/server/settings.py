@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.config import parse_duration, parse_size
+from reft.config import DURATION_MAX_S, SIZE_MAX, parse_duration, parse_size
 from reft.core.coding.turn_pace import NO_LIMIT, BandwidthLimit, automatic_limit, fixed_limit
 from reft.core.persist.retention import RetentionSettings
 from reft.errors import ConfigError
@@ -26,7 +26,6 @@ log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
 RATE_MIN = 1 << 20  # bytes per second; slower turns would never end
 PORT_MAX = 65535
-SECONDS_MAX = 1e9  # 31 years; JSON has no infinity, and people read these times as days
 
 
 @dataclass(frozen=True)
@@ -204,11 +203,11 @@ def check_seconds(flag: str, seconds: float) -> float:
     """Returns the number unchanged.
 
     Raises:
-        ConfigError: the number is below 0, above SECONDS_MAX, or not a number.
+        ConfigError: the number is below 0, above DURATION_MAX_S, or not a number.
     """
-    if not 0 <= seconds <= SECONDS_MAX:
+    if not 0 <= seconds <= DURATION_MAX_S:
         raise ConfigError(
-            f"{flag} {seconds:g} is not allowed: give a number of seconds, 0 to {SECONDS_MAX:.0f} (31 years)."
+            f"{flag} {seconds:g} is not allowed: give a number of seconds, 0 to {DURATION_MAX_S:.0f} (ten years)."
         )
     return seconds
 
@@ -217,14 +216,17 @@ def parse_spare(text: str) -> SpareFiles:
     """Parses the value of --spare; an empty text means no spare files.
 
     Raises:
-        ConfigError: the text is not COUNTxSIZE.
+        ConfigError: the text is not COUNTxSIZE, or all files together are above SIZE_MAX.
     """
     count, _, size_text = text.partition("x")
     if not text:
         return SpareFiles()
-    if not count.isdigit() or not size_text:
+    if not count.isdecimal() or not size_text:
         raise ConfigError(
             f"--spare {text!r} is not COUNTxSIZE.",
             "give the number and the size of a node's slots, e.g. --spare 24x2.7GiB",
         )
-    return SpareFiles(int(count), parse_size(size_text))
+    spare = SpareFiles(int(count), parse_size(size_text))
+    if spare.bytes > SIZE_MAX:
+        raise ConfigError(f"--spare {text!r} is more than {SIZE_MAX >> 40}T.", "e.g. --spare 24x2.7GiB")
+    return spare

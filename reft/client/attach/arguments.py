@@ -18,11 +18,13 @@ from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.client.state.values import Values
 from reft.config import Config, Launch
+from reft.core.coding.placement import WIDTH_MAX
 from reft.errors import ConfigError
 from reft.failpoints import Failpoints
 from reft.wire import rpc
 
 SCHEMES = ("auto", "arc", "aec", "aor", "none")
+EVERY_LIMIT = (1 << 32) - 1  # a manifest carries no larger number
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,16 @@ class AttachArguments:
                     "pass it in optimizer=[...]",
                 )
         hooks.check(self.schedule)
-        if not isinstance(self.every, int) or self.every < 1:
-            raise ConfigError(f"every is {self.every!r}; it can be a number of steps from 1 on, or 'auto'.", "every=1")
+        if not isinstance(self.every, int) or not 0 < self.every <= EVERY_LIMIT:
+            raise ConfigError(
+                f"every is {self.every!r}; it can be a number of steps from 1 to {EVERY_LIMIT}, or 'auto'.", "every=1"
+            )
         if self.protect not in SCHEMES:
             raise ConfigError(
                 f"protect={self.protect!r} is not in this version; it can be {', '.join(SCHEMES)}.", "protect='auto'"
             )
-        if self.tolerate is not None and self.tolerate < 0:
-            raise ConfigError(f"tolerate is {self.tolerate}; it is a number of nodes, 0 or more.")
+        if self.tolerate is not None and not (isinstance(self.tolerate, int) and 0 <= self.tolerate < WIDTH_MAX):
+            raise ConfigError(f"tolerate is {self.tolerate!r}; it is a number of nodes, 0 to {WIDTH_MAX - 1}.")
         torch_internals.require([*models, *self.optimizers, self.schedule], self.state.values())
         modules = stage_names.modules_of(models, self.schedule)
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}

@@ -31,6 +31,7 @@ SKIPPED = 3  # not measured: the first snapshots of a process also plan and allo
 MEMORY = 64  # snapshots that the mean stall remembers
 CONTROL = 64  # one step out of this many is a control step
 EVERY_MAX = 10_000
+LEAST_S = 1e-100  # the least share of a step; a smaller one may be 0 as a float
 PRIOR_S = 24 * 3600.0  # assumed time between failures, until the job has failures of its own
 SAMPLES_MIN = 8  # comparisons before an overhead is reported
 Z = 1.96  # 95 %
@@ -137,10 +138,12 @@ class IntervalEstimator:
 
     def needed(self) -> int:
         """Returns the interval that fits the measurements, in steps."""
+        # Bounded before they become whole numbers: a user may give any budget and any MTBF.
         step_s = max(self.step_s.mean, 1e-9)
-        every = math.ceil(self.stall_s / (self.budget * step_s) * (1 - 1e-9))
+        share_s = max(self.budget * step_s, LEAST_S)
+        every = math.ceil(min(self.stall_s / share_s, EVERY_MAX) * (1 - 1e-9))
         if self.mtbf_s > 0:
-            every = max(every, round(daly(self.stall_s, self.mtbf_s) / step_s))
+            every = max(every, round(min(daly(self.stall_s, self.mtbf_s) / step_s, EVERY_MAX)))
         return min(max(every, 1), EVERY_MAX)
 
     def requested_every(self) -> int:

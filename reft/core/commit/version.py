@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STEP_MAX = 1 << 62  # an outcome travels as a signed number
+
 
 @dataclass(frozen=True)
 class Epoch:

@@ -109,10 +109,16 @@ def test_a_fixed_interval_is_neither_measured_nor_agreed(attach, monkeypatch):
     assert session.every == 7 and session.overhead() is None and session._window.snapshots.reporter.requested_every == 0
 
 
-@pytest.mark.parametrize("every", [0, -3, 1.5, "often"])
+@pytest.mark.parametrize("every", [0, -3, 1.5, "often", 1 << 32])
 def test_an_invalid_interval_is_refused(attach, every):
     with pytest.raises(ConfigError, match="every is"):
         attach(*make(), every=every)
+
+
+@pytest.mark.parametrize("tolerate", [-2, 64, 1 << 31, 1.5, "1"])
+def test_an_invalid_number_of_lost_nodes_is_refused(attach, tolerate):
+    with pytest.raises(ConfigError, match=r"tolerate is .*0 to 63"):
+        attach(*make(), tolerate=tolerate)
 
 
 def test_the_jobs_failures_give_the_mtbf_by_default(attach, monkeypatch):

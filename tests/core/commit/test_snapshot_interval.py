@@ -41,6 +41,14 @@ def test_each_step_is_taken_while_the_stall_is_within_the_budget(stall_ms, every
     assert measured(stall_ms / 1000, 1.0).requested_every() == every
 
 
+@pytest.mark.parametrize("step_s", [0.0, 1e-9, 1.0])
+def test_no_budget_and_no_mtbf_is_too_small_or_too_large_to_count_with(step_s):
+    assert measured(0.001, step_s, budget=5e-324).requested_every() == EVERY_MAX
+    assert measured(0.0, step_s, budget=5e-324).requested_every() == 1
+    for mtbf_s in (1.7e308, math.inf):
+        assert measured(10.0, step_s, budget=0.5, mtbf_s=mtbf_s).requested_every() == EVERY_MAX
+
+
 def test_the_first_snapshots_of_a_process_are_not_measured():
     estimator = IntervalEstimator(0.001)
     for index in range(MEASURED):

@@ -146,7 +146,7 @@ def test_spare_memory_counts_as_free_for_slots_only():
     assert with_spare[1] == free[1], "--memory bounds slots, wherever their pages come from"
 
 
-@pytest.mark.parametrize("text", ["64GiB", "x1MiB", "2x", "-2x1MiB", "2 x", "2xlarge"])
+@pytest.mark.parametrize("text", ["64GiB", "x1MiB", "2x", "-2x1MiB", "2 x", "2xlarge", "²x1MiB", "9999999x1T"])
 def test_an_invalid_spare_flag_is_refused(text):
     assert parse_spare("3x2MiB") == SpareFiles(3, 2 * MIB) and parse_spare("") == SpareFiles()
     with pytest.raises(ConfigError):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 
 import grpc
+import pytest
 
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
@@ -14,7 +16,7 @@ from reft_daemon.arena.arena import Arena
 from reft_daemon.peers import channels
 from reft_daemon.peers.channels import PeerChannels
 from tests.support.daemons import until
-from tests.support.jobs import registry_of
+from tests.support.jobs import Code, Job, refused, registry_of
 
 UNUSED_S = 0.2
 
@@ -50,3 +52,16 @@ async def test_channels_to_a_peer_that_died_are_closed(start, tmp_path, monkeypa
         await asyncio.wait({expiring})
         await registry.close(True)
         arena.close()
+
+
+@pytest.mark.parametrize("method", ["PersistJob", "Hold"])
+def test_a_coordinator_whose_socket_was_removed_is_named(start, tmp_path, method):
+    daemons = [start("--persist", str(tmp_path)) for _ in range(2)]
+    job = Job([(daemon, [rank]) for rank, daemon in enumerate(daemons)], slots=4, lineage="0" * 16).decide()
+    for rank in job.home:
+        job.lease(rank, slots=0)
+    daemons[0].kill()
+    shutil.rmtree(daemons[0].home)
+    request = getattr(pb, f"{method}Request")(job="job")
+    with refused(Code.FAILED_PRECONDITION, "node n0 can't be reached: "):
+        daemons[1].call(method, request)

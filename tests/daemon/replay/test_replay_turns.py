@@ -299,6 +299,59 @@ def test_records_that_are_sealed_after_the_step_is_whole_are_waited_for(play, mo
     play(act)
 
 
+def test_a_rank_that_records_nothing_is_waited_for_once(play, monkeypatch):
+    monkeypatch.setattr(replay_service, "RECORDS_S", 0.5)
+    looks: list[Version] = []
+
+    def look(job: JobRecord, local: parity.LocalLane, version: Version) -> Any:
+        looks.append(version)
+        return replay_inputs(job, local, version)
+
+    async def gap(nodes: ReplayNodes) -> None:
+        nodes.train(recorded=False)
+        nodes.previous = [NO_RECORD] * COUNT
+        nodes.snapshot()
+        assert set(reasons(await nodes.turn())) == {f"the record of mark {nodes.mark} is missing."}
+
+    async def act(nodes: ReplayNodes) -> None:
+        await nodes.attach()
+        await nodes.step()
+        await nodes.step()
+        await gap(nodes)
+        monkeypatch.setattr(replay_service, "replay_inputs", look)
+        for _ in range(2):
+            looks.clear()
+            await gap(nodes)
+            assert len(looks) == COUNT, "one look of each node"
+
+        monkeypatch.setattr(replay_service, "RECORDS_S", 1000.0)
+        assert reasons(await nodes.step()) == [""] * COUNT, "it records again"
+        nodes.train(recorded=False)
+        nodes.snapshot()
+        looks.clear()
+        turn = asyncio.ensure_future(nodes.turn())
+        while len(looks) < 2 * COUNT:  # noqa: ASYNC110  a look tells nobody
+            await asyncio.sleep(0)
+        nodes.record()
+        assert reasons(await turn) == [""] * COUNT, "and is waited for again"
+
+    play(act)
+
+
+def test_a_turn_of_a_step_that_lies_far_ahead_costs_one_look(play):
+    """Another node may name any step: the marks up to it are more than any memory holds."""
+
+    async def act(nodes: ReplayNodes) -> None:
+        await nodes.attach()
+        await nodes.step()
+        await nodes.step()
+        job = nodes.jobs[0]
+        with pytest.raises(CannotReplay, match="the record of mark 3 is missing"):
+            replay_inputs(job, parity.local_lanes(job)[0], Version(job.epoch, messages.STEP_MAX))
+
+    play(act)
+
+
 def test_wrong_bytes_leave_ever_more_turns_to_the_mover(play):
     async def act(nodes: ReplayNodes) -> None:
         await nodes.attach()
@@ -356,6 +409,20 @@ def test_copies_that_auto_has_chosen_are_judged_after_their_first_turns(play):
         assert all(lane.verdict.startswith(good) for lane in lanes)
         assert [job.record.not_recomputed for job in nodes.jobs] == [""] * COUNT
         assert reasons(await nodes.step()) == [""] * COUNT
+
+    play(act)
+
+
+def test_turns_without_copies_to_begin_with_are_no_reason_to_give_copies_up(play):
+    async def act(nodes: ReplayNodes) -> None:
+        nodes.manifest.choice = "copies."
+        await nodes.attach()
+        for _ in range(3):  # other lanes end each of these turns
+            assert set(reasons(await nodes.step())) == {"no step is protected yet."}
+            for node in range(COUNT):
+                nodes.pin(node, protected=-1, protected_by=0)
+        (lane,) = nodes.services[0]._replays._lanes["job"].values()
+        assert not lane.meter.turns
 
     play(act)
 

@@ -2,7 +2,8 @@
 
 fuzzer ─► daemon 0 ◄─ rounds of the job "rounds" ─► daemon 1
     bytes: TCP, unix socket, local socket, the mover's port; with TLS before and after a handshake
-    messages like real ones, with the right proof: each method at each door, about the job "fuzzed"
+    messages like real ones, with the right proof: each method at each door, about the job "fuzzed";
+    first with each number at its limit
 """
 
 from __future__ import annotations
