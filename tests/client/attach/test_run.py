@@ -132,7 +132,7 @@ def test_state_that_can_not_be_stored_is_refused_after_a_restore_and_nothing_is_
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "from 1 on"), ({"protect": "raid"}, "not in this version"),
+        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "from 1 to"), ({"protect": "raid"}, "not in this version"),
         ({"slots": 1}, "2 to 16"), ({"job": "../etc"}, "not allowed"), ({"daemon": "nowhere"}, "no unix socket"),
     ],
 )  # fmt: skip

@@ -330,6 +330,11 @@ def test_a_job_with_slots_of_a_newer_format_goes_only_by_a_purge(tmp_path):
             request = decide_request(1)
             request.manifest.job, request.manifest.token = name, bytes(32)
             await registry.decide(request)
+        for name in ("newer", "plain"):
+            ended = lease_request(1)
+            ended.job, ended.slots = name, 0
+            await registry.lease(ended, caller_process(os.getpid()))
+            registry.release(pb.ReleaseRequest(job=name, epoch=ended.epoch), os.getpid())
         newer = arena.folder / "newer" / "rank-0.slot-0"
         newer.write_bytes(slot_of_newer_format())
         job = registry.jobs["newer"]
