@@ -88,7 +88,7 @@ def _parse(action: str, options: list[str]) -> _Entry:
     names = {"after": "after", "times": "times", "from": "first_step", "until": "last_step"}
     for option in options:
         key, _, value = option.partition("=")
-        if not value.isdigit():
+        if not value.isdecimal():
             raise ConfigError(f"failpoint option {option!r} is not key=number.")
         if key in names:
             setattr(entry, names[key], int(value))

@@ -32,7 +32,7 @@ def has_ended(process: str) -> bool:
     """Returns whether a process (`mark_of`) has ended; False if this machine can't know."""
     host, _, rest = process.partition("/")
     pid, _, start = rest.partition("/")
-    if host != machine() or not pid.isdigit() or not start.isdigit():
+    if host != machine() or not pid.isdecimal() or not start.isdecimal():
         return False
     try:
         return not Process(int(pid), int(start)).is_alive

@@ -133,7 +133,7 @@ def check_address(address: str) -> str:
             )
         return address
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{address!r} is no address.", "unix:/path/to/daemon.sock, or host:port")
     return address
 

@@ -244,6 +244,8 @@ def test_the_system_error_of_a_failed_listen_is_shown(tmp_path, host, says):
         ),
         (["--listen", "127.0.0.1"], "is not HOST:PORT"),
         (["--listen", "7070"], "--listen 7070 is not HOST:PORT"),
+        (["--listen", "127.0.0.1:²"], "is not HOST:PORT"),
+        (["--bulk", "127.0.0.1:²"], "--bulk 127.0.0.1:² is neither"),
         (["--listen", "::1:0"], "[fd00::7]:29700"),
         (["--listen", "fd00::7:29700", "--insecure"], "[fd00::7]:29700"),
         (["--listen", "unix:/d.sock", "--insecure"], "is not HOST:PORT"),

@@ -104,7 +104,19 @@ def test_addresses(address):
 
 @pytest.mark.parametrize(
     "address",
-    ["", "unix:", "unix:" + "a" * 108, "unix:" + "é" * 54, "host", ":1", "host:", "host:x", "host:65536", "host:-1"],
+    [
+        "",
+        "unix:",
+        "unix:" + "a" * 108,
+        "unix:" + "é" * 54,
+        "host",
+        ":1",
+        "host:",
+        "host:x",
+        "host:²",
+        "host:65536",
+        "host:-1",
+    ],
 )
 def test_bad_addresses(address):
     with pytest.raises(ConfigError):

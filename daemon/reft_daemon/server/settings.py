@@ -83,7 +83,7 @@ def check_listen(settings: DaemonSettings) -> None:
     if not settings.listen:
         return
     host_text, _, port = settings.listen.rpartition(":")
-    if ":" not in settings.listen or not port.isdigit() or (":" in host_text and not host_text.startswith("[")):
+    if ":" not in settings.listen or not port.isdecimal() or (":" in host_text and not host_text.startswith("[")):
         raise ConfigError(
             f"--listen {settings.listen} is not HOST:PORT.",
             "e.g. --listen node7:29700; put an IPv6 address in brackets, e.g. [fd00::7]:29700",
@@ -117,7 +117,7 @@ def mover_settings(settings: DaemonSettings) -> MoverSettings:
     has_port = ":" in settings.bulk.rpartition("]")[2]
     host, _, port = settings.bulk.rpartition(":") if has_port else (settings.bulk, "", "0")
     host = host.strip("[]")
-    if not host or not port.isdigit() or int(port) > PORT_MAX or (":" in host and not settings.bulk.startswith("[")):
+    if not host or not port.isdecimal() or int(port) > PORT_MAX or (":" in host and not settings.bulk.startswith("[")):
         raise ConfigError(
             f"--bulk {settings.bulk} is neither HOST nor HOST:PORT.", "e.g. --bulk 10.1.0.7 or --bulk [fd00::7]:29701"
         )

@@ -349,7 +349,7 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str, password: str 
         RendezvousConnectionError: no member answers.
     """
     members = [part.strip() for part in parameters.endpoint.removeprefix(SCHEME).split(",") if part.strip()]
-    if not members or any(not member.rpartition(":")[2].isdigit() for member in members):
+    if not members or any(not member.rpartition(":")[2].isdecimal() for member in members):
         raise ConfigError(
             f"--rdzv-endpoint={parameters.endpoint} does not name members of etcd.",
             "use etcd://HOST:2379,HOST:2379",
