@@ -38,6 +38,8 @@ from reft_daemon.peers.channels import PeerChannels, reason_of
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 1.0
 KEEP_DEADLINE_S = 5.0  # seconds; a full message takes 1.4 s at 100 Mbit/s
+# At attach, for each message: that of a holder which is only slow would burn a restart of the job.
+SECURE_DEADLINE_S = 30.0
 RETRY_S = 0.3
 Send = Callable[[pb.Node], Awaitable[None]]
 
@@ -184,7 +186,7 @@ async def send_base_again(job: JobRecord, peers: PeerChannels) -> None:
         for records in batches:
             keep = pb.KeepRequest(job=job.id, epoch=epoch, capsules=records)
             try:
-                await peers.call(nodes[holder], tokens, stub, "Keep", keep, KEEP_DEADLINE_S, reconnect=True)
+                await peers.call(nodes[holder], tokens, stub, "Keep", keep, SECURE_DEADLINE_S, reconnect=True)
             except (grpc.RpcError, OSError) as error:
                 reason, remedy = split_remedy(reason_of(error))
                 raise AttachError(

@@ -6,19 +6,24 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
+from reft.core.commit.decision import Decision
 from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.snapshot_interval import LEAD
+from reft.core.commit.version import Version
+from reft.wire import messages
 from reft.wire.messages import outcome_from
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.peers import round_replicator
 from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
-from tests.support.jobs import Job, tcp_call, write
+from tests.support.jobs import Job, epoch_of, tcp_call, write
 from tests.support.trainer_forks import Trainer
 
 SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
@@ -240,3 +245,25 @@ def test_a_daemon_with_another_authoritys_certificate_is_refused(start, trainer,
         job.report(rank, {1: SEALED})
     until(lambda: "does not answer in the round" in job.daemons[1].log.read_text(), what="the refusal")
     assert job.whole(0) == job.whole(1) == -1
+
+
+async def test_attach_waits_longer_for_a_holder_than_training_does():
+    """A holder that is only slow must not refuse the attach, and burn a restart."""
+    waited_s = []
+
+    class Peers:
+        async def call(
+            self, node: pb.Node, tokens: object, stub: type, method: str, request: object, *more: float, **_: bool
+        ):
+            waited_s.extend(more)
+
+    base = Version(epoch_of(1), 3)
+    decision = messages.decision_to(Decision(epoch_of(2), base))
+    record = SimpleNamespace(holders=[1], decision=decision, manifest=pb.Manifest(nodes=[pb.Node(), pb.Node()]))
+    batches = SimpleNamespace(batches_of_version=lambda slots, version: [[pb.CapsuleRecord()]] * 2)
+    job = SimpleNamespace(
+        record=record, epoch=epoch_of(2), id="job", slots=SimpleNamespace(all={}), capsule_replication=batches
+    )
+    await round_replicator.send_base_again(job, Peers())
+    assert waited_s == [round_replicator.SECURE_DEADLINE_S] * 2
+    assert waited_s[0] > round_replicator.KEEP_DEADLINE_S
