@@ -171,7 +171,7 @@ def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]], 
 
 
 def test_words_from_storage_forge_no_line(tmp_path: Path) -> None:
-    """Whoever can write to the storage could give orders to the terminal."""
+    """A file on storage may hold control characters. A terminal would obey them."""
     version, lineage = Version(Epoch(1, bytes(16)), 3), "0123456789abcdef"
     folder = tmp_path / "run" / lineage / str(CheckpointName.of(version))
     folder.mkdir(parents=True)
