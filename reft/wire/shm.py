@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from numpy import ctypeslib
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAP_FIXED = 0x10  # the same on all of Linux; Python has no name for it
@@ -62,7 +63,7 @@ def map_file(descriptor: int, nbytes: int) -> tuple[mmap.mmap, npt.NDArray[np.ui
         raise OSError(ctypes.get_errno(), f"{nbytes} bytes can't be mapped: {os.strerror(ctypes.get_errno())}")
     pages = (ctypes.c_uint8 * nbytes).from_address(address)
     pages.owner = reserved  # type: ignore[attr-defined]  # the end of `reserved` unmaps all pages
-    return reserved, np.ctypeslib.as_array(pages)
+    return reserved, ctypeslib.as_array(pages)
 
 
 def advise(pages: npt.NDArray[np.uint8], advice: int) -> int:
