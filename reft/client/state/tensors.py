@@ -306,6 +306,7 @@ class TensorIndex:
     places: TensorPlaces = field(default_factory=TensorPlaces)
     locations: TensorLocations = field(default_factory=TensorLocations)
     _seen: dict[_Identity, str] = field(default_factory=dict)
+    _leaves: list[Leaf] = field(default_factory=list)  # made once all tensors are known
 
     def add(
         self,
@@ -427,11 +428,13 @@ class TensorIndex:
         return self.locations.versions()
 
     def leaves(self) -> list[Leaf]:
-        """Returns all leaves, in the order of discovery."""
-        return [
-            leaf_of(name, each, name in self.staged, self.boxes.get(name), self.forms.get(name, ""))
-            for name, each in self.tensors.items()
-        ]
+        """Returns all leaves, in the order of discovery, as they were at the first call."""
+        if len(self._leaves) != len(self.tensors):
+            self._leaves = [
+                leaf_of(name, each, name in self.staged, self.boxes.get(name), self.forms.get(name, ""))
+                for name, each in self.tensors.items()
+            ]
+        return self._leaves
 
     def layout(self) -> Layout:
         """Returns the layout of all leaves."""
