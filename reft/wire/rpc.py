@@ -251,6 +251,25 @@ class DaemonCalls:
         except grpc.RpcError as error:
             raise error_of(error, address) from error
 
+    @contextlib.contextmanager
+    def begun(self, address: str, method: str, request: Any, deadline_s: float) -> Iterator[None]:
+        """Calls a method of the daemon while the block runs, and waits for the reply at its end.
+
+        The block calls no other method. Its error cancels the call.
+
+        Raises:
+            ReftError: the call failed; see `error_of`.
+        """
+        try:
+            with self.channel(address) as connection, contextlib.ExitStack() as unless_done:
+                reply = _method(connection, method, request).future(request, timeout=deadline_s)
+                unless_done.callback(reply.cancel)
+                yield
+                unless_done.pop_all()
+                reply.result()
+        except grpc.RpcError as error:
+            raise error_of(error, address) from error
+
     def close(self) -> None:
         """Closes the shared connections."""
         channels, self._channels = self._channels or {}, None
@@ -264,9 +283,13 @@ def invoke(connection: grpc.Channel, method: str, request: Any, deadline_s: floa
     Raises:
         grpc.RpcError: the call failed.
     """
+    return _method(connection, method, request)(request, timeout=deadline_s)
+
+
+def _method(connection: grpc.Channel, method: str, request: Any) -> Any:
     name, reply = method_of(pb_grpc.DaemonStub, method)
     # A stub would make an object for each method of the daemon.
-    return connection.unary_unary(name, type(request).SerializeToString, reply.FromString)(request, timeout=deadline_s)
+    return connection.unary_unary(name, type(request).SerializeToString, reply.FromString)
 
 
 def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio.Channel:

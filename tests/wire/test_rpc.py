@@ -6,7 +6,8 @@ import ast
 import contextlib
 import functools
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 
@@ -162,11 +163,12 @@ def test_a_call_by_name_raises_the_error_that_its_status_stands_for(tmp_path):
 
 
 @contextlib.contextmanager
-def answering(address: str) -> Iterator[None]:
-    """Serves at this address, and answers Status."""
+def answering(address: str, before: Callable[[grpc.ServicerContext], object] = id) -> Iterator[None]:
+    """Serves at this address, and answers Status; `before` is called before each answer."""
 
     class Answering(pb_grpc.DaemonServicer):
-        def Status(self, request: pb.StatusRequest, context: object) -> pb.StatusReply:
+        def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
+            before(context)
             return pb.StatusReply()
 
     server = grpc.server(futures.ThreadPoolExecutor(1))
@@ -198,6 +200,42 @@ def test_calls_share_a_connection_until_they_are_closed(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="closed channel"):
             rpc.invoke(each, "Status", pb.StatusRequest(), 60)
     calls.close()
+
+
+def test_a_begun_call_runs_while_the_block_runs(tmp_path):
+    address, calls, asked, done = f"unix:{tmp_path}/socket", rpc.DaemonCalls(), threading.Event(), threading.Event()
+
+    def before(context: grpc.ServicerContext) -> None:
+        asked.set()
+        assert done.wait(60)
+
+    with answering(address, before), contextlib.closing(calls):
+        with calls.begun(address, "Status", pb.StatusRequest(), 60):
+            assert asked.wait(60)
+            done.set()
+
+
+def test_an_error_of_the_block_cancels_the_call(tmp_path):
+    address, calls, asked, ended = f"unix:{tmp_path}/socket", rpc.DaemonCalls(), threading.Event(), threading.Event()
+
+    def before(context: grpc.ServicerContext) -> None:
+        context.add_callback(ended.set)
+        asked.set()
+        assert ended.wait(30)
+
+    with answering(address, before), contextlib.closing(calls):
+        with pytest.raises(ValueError, match="block"), calls.begun(address, "Status", pb.StatusRequest(), 300):
+            assert asked.wait(60)
+            raise ValueError("block")
+        assert ended.wait(20)
+
+
+def test_a_begun_call_that_fails_is_an_error_of_the_block(tmp_path):
+    address, calls = f"unix:{tmp_path}/socket", rpc.DaemonCalls()
+    with pytest.raises(DaemonUnavailable), calls.begun(address, "Status", pb.StatusRequest(), 60):
+        pass
+    with answering(address), contextlib.closing(calls), calls.begun(address, "Status", pb.StatusRequest(), 60):
+        pass  # the failed connection is not used again
 
 
 def test_a_channel_does_not_share_the_failed_connection_of_another_one(tmp_path):

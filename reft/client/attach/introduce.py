@@ -8,9 +8,10 @@ compare     digests of replicas ═► all ranks ─► mismatched leaves
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +91,24 @@ class NodeDaemon:
         Raises:
             ReftError: the call failed; see `rpc.call`.
         """
-        try:
+        with self._remedy():
             return self.calls.call(self.address, method, request, deadline_s or self.deadline_s)
+
+    @contextlib.contextmanager
+    def begun(self, method: str, request: Any) -> Iterator[None]:
+        """Calls a method of the daemon while the block runs; see `DaemonCalls.begun`.
+
+        Raises:
+            ReftError: the call failed.
+        """
+        with self._remedy(), self.calls.begun(self.address, method, request, self.deadline_s):
+            yield
+
+    @contextlib.contextmanager
+    def _remedy(self) -> Iterator[None]:
+        """Says in errors of the block that attach starts the daemon again, if that is so."""
+        try:
+            yield
         except DaemonUnavailable as error:
             if not self.hello.unattended:
                 raise

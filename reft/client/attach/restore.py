@@ -10,7 +10,7 @@ lease          every rank: slots for the next snapshots, every page touched. The
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from reft.client.attach import report
@@ -89,6 +89,7 @@ def restore(
     plan: AttachPlan,
     leases: SlotLeases,
     buffer: HugePageBuffer,
+    capsules: Mapping[int, pb.CapsuleRecord],
 ) -> RestoreResult:
     """Registers each rank as trainer, and restores the base, if there is one.
 
@@ -100,6 +101,7 @@ def restore(
         plan: the base, and where each rank's part of it is found.
         leases: registers this rank; maps slots of this node.
         buffer: memory for tensors to create.
+        capsules: old rank → its capsule at the base, as far as this rank has read them.
 
     Raises:
         ReftError: a rank can't be registered, for example because another trainer lives; or a
@@ -124,10 +126,10 @@ def restore(
     def at_chunk(chunk: int) -> None:
         context.failpoints.hit("restore.chunk", chunk=chunk, **facts)
 
-    def secure_base() -> None:
-        send_capsules(introduction, plan)
+    def secure_base() -> contextlib.AbstractContextManager[None]:
+        return sent_capsules(introduction, plan)
 
-    with contextlib.closing(SlotOpener(leases, remote_slots(context, introduction, plan.survey))) as opener:
+    with contextlib.closing(SlotOpener(leases, remote_slots(context, introduction, plan.survey), capsules)) as opener:
         steps = restore_steps(context, introduction, plan, opener, buffer)
         result = run_restore(steps, context.rank_group, transport, at_chunk, leases.register, secure_base)
     for each in made:  # after an error ranks may still wait for messages, and the process ends
@@ -194,11 +196,17 @@ def secure(context: AttachContext, introduction: Introduction, plan: AttachPlan)
     Raises:
         ReftError: a holder does not keep the capsules.
     """
-    together(context.rank_group, lambda: send_capsules(introduction, plan))
+
+    def act() -> None:
+        with sent_capsules(introduction, plan):
+            pass
+
+    together(context.rank_group, act)
 
 
-def send_capsules(introduction: Introduction, plan: AttachPlan) -> None:
-    """Has this node's daemon send the base's capsules to their holders.
+@contextlib.contextmanager
+def sent_capsules(introduction: Introduction, plan: AttachPlan) -> Iterator[None]:
+    """Has this node's daemon send the base's capsules to their holders, while the block runs.
 
     Only the rank that speaks for the node asks for it. It must be done on all nodes before the
     first lease: the daemons free older versions then. On a single node there is no holder.
@@ -207,8 +215,11 @@ def send_capsules(introduction: Introduction, plan: AttachPlan) -> None:
         ReftError: a holder does not keep the capsules.
     """
     if introduction.is_leader and plan.base is not None and len(introduction.nodes) > 1:
-        epoch = messages.epoch_to(plan.decision.epoch)
-        introduction.daemon.call("Secure", pb.SecureRequest(job=introduction.job.id, epoch=epoch))
+        request = pb.SecureRequest(job=introduction.job.id, epoch=messages.epoch_to(plan.decision.epoch))
+        with introduction.daemon.begun("Secure", request):
+            yield
+    else:
+        yield
 
 
 def lease(context: AttachContext, introduction: Introduction, plan: AttachPlan, leases: SlotLeases) -> list[MappedSlot]:

@@ -98,17 +98,17 @@ def run_attach(context: AttachContext) -> AttachResult:
             survey = take_storage(context, introduction, survey, attempt)
             recovery = recover_at_start(context.settings, introduction.job.id, survey, attempt)
             ties, before = agreed_ties(context, stages, survey, recovery), ties
-            changes = rebuild_structure(context, introduction, stages.tracked(ties), survey, recovery, counts)
-            if ties != before or changes:
-                if changes and context.rank == 0:
-                    say(f"the objects are made like those of the snapshot: {'; '.join(changes)}.")
+            built = rebuild_structure(context, introduction, stages.tracked(ties), survey, recovery, counts)
+            if ties != before or built.changes:
+                if built.changes and context.rank == 0:
+                    say(f"the objects are made like those of the snapshot: {'; '.join(built.changes)}.")
                 memory.close()
                 introduction = introduce(context, stages.tracked(ties), memory)
                 description = describe(context, introduction)
             plan = plan_restore(context, introduction, description, survey, recovery, attempt, memory)
             leases = leases_of(context, introduction, plan)
             with registration(context, introduction, plan, leases):
-                result = restore(context, introduction, plan, leases, memory.buffer)
+                result = restore(context, introduction, plan, leases, memory.buffer, built.capsules)
                 if not result.damaged:
                     slots = lease(context, introduction, plan, leases)
                     records = lease_records(context, introduction, plan, leases)

@@ -7,7 +7,7 @@ parameters and groups of optimizers like those of the snapshot.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.errors import FormatError
 from reft.wire.inventory import JobSurvey
+from reft.wire.v1 import daemon_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,19 @@ class StructureReport:
     changes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class StructureResult:
+    """The result of the step structure.
+
+    Attributes:
+        changes: what is different now on any rank, as texts for the user.
+        capsules: old rank → its capsule at the base, for those that this rank has read.
+    """
+
+    changes: tuple[str, ...] = ()
+    capsules: Mapping[int, pb.CapsuleRecord] = field(default_factory=dict)
+
+
 def rebuild_structure(
     context: AttachContext,
     introduction: Introduction,
@@ -37,7 +51,7 @@ def rebuild_structure(
     survey: JobSurvey,
     recovery: RecoveryPlan,
     counts: Sequence[int],
-) -> tuple[str, ...]:
+) -> StructureResult:
     """Makes frozen parameters and optimizers' groups like those of the base, on all ranks together.
 
     Args:
@@ -49,24 +63,29 @@ def rebuild_structure(
         counts: the groups that the script itself made, for each optimizer.
 
     Returns:
-        What is different now on any rank, as texts for the user.
+        What is different now, and the capsules that tell.
     """
     if recovery.base is None:
-        return ()
-    published = published_capsules(context, introduction, survey, recovery)
+        return StructureResult()
+    capsules = published_capsules(context, introduction, survey, recovery)
 
     def rebuild() -> StructureReport:
         rank = context.rank
-        capsule = published[rank] if rank in published else held_capsule(context, introduction, survey, recovery, rank)
-        return StructureReport(structure.rebuild(tracked, counts, tree_of(capsule, survey, recovery, rank)))
+        if rank not in capsules:
+            capsules[rank] = held_capsule(context, introduction, survey, recovery, rank)
+        return StructureReport(
+            structure.rebuild(tracked, counts, tree_of(capsules[rank].capsule, survey, recovery, rank))
+        )
 
     reports = gather(context.rank_group, rebuild, StructureReport)
-    return tuple(dict.fromkeys(change for report in reports for change in report.changes))
+    changes = dict.fromkeys(change for report in reports for change in report.changes)
+    read = {old_rank(survey, recovery, rank): record for rank, record in capsules.items() if record.capsule}
+    return StructureResult(tuple(changes), read)
 
 
 def published_capsules(
     context: AttachContext, introduction: Introduction, survey: JobSurvey, recovery: RecoveryPlan
-) -> dict[int, bytes]:
+) -> dict[int, pb.CapsuleRecord]:
     """Returns the capsules for ranks that can't read their own before the decision.
 
     All ranks call it together. A capsule in a checkpoint is read where the file is open. A daemon
@@ -77,9 +96,12 @@ def published_capsules(
 
     def read(rank: int) -> RankMessage:
         is_reader = context.rank == readers[rank]
-        return RankMessage(held_capsule(context, introduction, survey, recovery, rank) if is_reader else b"")
+        if not is_reader:
+            return RankMessage()
+        return RankMessage(held_capsule(context, introduction, survey, recovery, rank).SerializeToString())
 
-    return {rank: gather(context.rank_group, partial(read, rank), RankMessage)[readers[rank]].data for rank in readers}
+    published = {rank: gather(context.rank_group, partial(read, rank), RankMessage) for rank in readers}
+    return {rank: pb.CapsuleRecord.FromString(each[readers[rank]].data) for rank, each in published.items()}
 
 
 def readers_of(introduction: Introduction, survey: JobSurvey, recovery: RecoveryPlan) -> dict[int, int]:
@@ -99,7 +121,7 @@ def readers_of(introduction: Introduction, survey: JobSurvey, recovery: Recovery
 
 def held_capsule(
     context: AttachContext, introduction: Introduction, survey: JobSurvey, recovery: RecoveryPlan, rank: int
-) -> bytes:
+) -> pb.CapsuleRecord:
     """Returns the capsule from which a rank goes on; empty if it is damaged.
 
     Damage is found again when all slots are opened, and dealt with there.
@@ -108,9 +130,9 @@ def held_capsule(
     held = recovery.sources.get(old) or recovery.capsules[old]
     assert held.version is not None, "a source has a version"
     try:
-        return remote_slots(context, introduction, survey).capsule(held.node, old, held.version).capsule
+        return remote_slots(context, introduction, survey).capsule(held.node, old, held.version)
     except FormatError:
-        return b""
+        return pb.CapsuleRecord()
 
 
 def tree_of(capsule: bytes, survey: JobSurvey, recovery: RecoveryPlan, rank: int) -> Mapping[str, Any]:

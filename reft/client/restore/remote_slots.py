@@ -196,10 +196,12 @@ class SlotOpener:
     Args:
         leases: maps slots of this node.
         remote: reads slots of other nodes.
+        capsules: old rank → its capsule at the plan's base, for those that were read before.
     """
 
     leases: SlotLeases
     remote: RemoteSlots
+    capsules: Mapping[int, pb.CapsuleRecord] = field(default_factory=dict)
     _mapped: list[MappedSlot] = field(default_factory=list)
     _channels: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -242,7 +244,7 @@ class SlotOpener:
             RestoreError: the daemon that keeps the capsule did not return it.
         """
         held = plan.capsules[old]
-        return self.remote.capsule(held.node, old, held.version)
+        return self.capsules.get(old) or self.remote.capsule(held.node, old, held.version)
 
     def close(self) -> None:
         """Closes the mapped slots, and the channels to slots on other nodes."""

@@ -5,7 +5,7 @@
                                                                         │ differ: counts as lost,
     publish  another shape: host state that other ranks need            │ and all ranks make a
     match    which bytes go where                                       │
-    make     capsules to their holders; live tensors for every leaf     │
+    make     live tensors for every leaf; capsules to their holders     │
     load     bytes over the process group; lost shards are decoded      │
                                                           ─► LoadReport ┘
     finish   host state                                   ─► RestoreResult
@@ -19,6 +19,7 @@ more, so daemons may free older versions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -280,7 +281,7 @@ def run_restore(
     transport: Callable[[], Transport | None],
     at_chunk: AtChunk,
     register: Callable[[], object],
-    secure: Callable[[], object],
+    secure: Callable[[], AbstractContextManager[None]],
 ) -> RestoreResult:
     """Runs all steps; all ranks call it together.
 
@@ -292,7 +293,8 @@ def run_restore(
         transport: creates the transport between ranks, on all ranks together.
         at_chunk: called before each chunk is read, from several threads.
         register: registers this rank, which only then may open slots.
-        secure: brings the capsules of a version that is not damaged to their holders.
+        secure: brings the capsules of a version that is not damaged to their holders, while the
+            tensors are made.
 
     Raises:
         ReftError: see `register` and `secure`.
@@ -306,8 +308,8 @@ def run_restore(
 
     def make() -> tuple[RestoreMatch, TensorIndex]:
         match = restore.match(opened, opens, published)
-        secure()
-        return match, restore.make(match)
+        with secure():
+            return match, restore.make(match)
 
     opened, opens = share(rank_group, begin, OpenReport)
     if damaged := damaged_at_open(opens):

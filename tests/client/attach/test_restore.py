@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -97,7 +99,7 @@ def test_a_rank_whose_decision_is_refused_undoes_the_decision_too():
 def test_a_rank_whose_registration_is_refused_undoes_the_decision_and_opens_no_slot(is_fresh):
     leases, plan = FakeLeases(fails="register"), begun("aa") if is_fresh else planned("aa")
     with pytest.raises(AlreadyAttached), registered(leases):
-        restore(context(), introduction("aa"), plan, leases, HugePageBuffer(0))  # type: ignore[arg-type]
+        restore(context(), introduction("aa"), plan, leases, HugePageBuffer(0), {})  # type: ignore[arg-type]
     assert leases.acts == ["Decide", "register", "refuse"]
 
 
@@ -134,7 +136,7 @@ def test_the_shape_chooses_the_steps_of_the_restore():
 
 def test_a_fresh_start_registers_the_rank_and_restores_nothing():
     leases = FakeLeases()
-    assert restore(context(), introduction(), begun(), leases, HugePageBuffer(0)) == RestoreResult()  # type: ignore[arg-type]
+    assert restore(context(), introduction(), begun(), leases, HugePageBuffer(0), {}) == RestoreResult()  # type: ignore[arg-type]
     assert leases.acts == ["register"]
 
 
@@ -158,7 +160,7 @@ def test_a_group_that_was_made_for_a_load_is_destroyed_after_the_restore(monkeyp
     here, own = context(load_transport=kind), introduction("ab")
     here.rank_group.group = "gloo"
     own = replace(own, state=SimpleNamespace(device=torch.device("cuda")))
-    assert restore(here, own, planned("ab"), FakeLeases(), HugePageBuffer(0)).tree == {}
+    assert restore(here, own, planned("ab"), FakeLeases(), HugePageBuffer(0), {}).tree == {}
     assert acts == destroyed
 
 
@@ -170,19 +172,27 @@ def test_one_rank_a_node_secures_the_capsules_of_the_base_if_another_node_can_ho
     monkeypatch, nodes, rank, is_fresh, called
 ):
     """A restore does so, and a lease no more: a lease lets the daemon free older versions."""
-    calls = []
+    calls, ended = [], []
 
     def run_restore(steps, rank_group, transport, at_chunk, register, secure) -> RestoreResult:
         register()
-        secure()
+        assert steps.context.opener.capsules == {1: "record"}
+        with secure():
+            assert [method for method, _ in calls] == called and not ended
         return RestoreResult(tree={})
 
+    @contextlib.contextmanager
+    def run(method: str, request: Any) -> Iterator[None]:
+        calls.append((method, request))
+        yield
+        ended.append(method)
+
     monkeypatch.setattr(module, "run_restore", run_restore)
-    daemon = SimpleNamespace(call=lambda method, request: calls.append((method, request)), address="unix:/s")
+    daemon = SimpleNamespace(begun=run, address="unix:/s")
     introduced, leases = replace(introduction(nodes, rank=rank), daemon=daemon), FakeLeases()
     plan = begun(nodes) if is_fresh else planned(nodes)
-    restore(context(rank=rank), introduced, plan, leases, HugePageBuffer(0))  # type: ignore[arg-type]
-    assert leases.acts == ["register"] and [method for method, _ in calls] == called
+    restore(context(rank=rank), introduced, plan, leases, HugePageBuffer(0), {1: "record"})  # type: ignore[arg-type, dict-item]
+    assert leases.acts == ["register"] and ended == called
     assert all(request.epoch.counter == 2 for _, request in calls)
     assert lease(context(rank=rank), introduced, plan, leases) == ["slot"] and len(calls) == len(called)
     assert leases.acts[1:] == [(plan.placement.rank_placement(rank).data_bytes, len(introduced.state.table))]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +117,12 @@ class Steps:
         self._step("load")
         return self.loads.pop(0)
 
+    @contextlib.contextmanager
+    def secure(self) -> Iterator[None]:
+        self._step("secure")
+        yield
+        self._step("secured")
+
     def finish(self, matched: str, made: Any) -> RestoreResult:
         assert (matched, made.tensors) == ("matched", {"w": "tensor"})
         self._step("finish")
@@ -123,14 +132,14 @@ class Steps:
 def result_of(steps: Steps, rank_group: Any = None) -> RestoreResult:
     return run_restore(
         steps, rank_group or RankGroup(1.0), lambda: "transport", print,  # type: ignore[arg-type, return-value]
-        register=lambda: steps._step("register"), secure=lambda: steps._step("secure"),
+        register=lambda: steps._step("register"), secure=steps.secure,
     )  # fmt: skip
 
 
 def test_the_steps_follow_each_other():
     steps = Steps(OpenReport((), {0: SAME}))
     assert result_of(steps) == RestoreResult((), {"step": 8}, ("line",))
-    assert steps.steps == ["register", "open", "match", "secure", "make", "load", "finish"]
+    assert steps.steps == ["register", "open", "match", "secure", "make", "secured", "load", "finish"]
 
 
 def test_nothing_is_secured_or_made_if_a_slot_is_damaged_at_open():
@@ -168,7 +177,7 @@ class Tells(RankGroup):
             raise
 
 
-@pytest.mark.parametrize("name", ["register", "open", "match", "secure", "make", "load", "finish"])
+@pytest.mark.parametrize("name", ["register", "open", "match", "secure", "make", "secured", "load", "finish"])
 def test_an_error_of_each_step_is_told_to_the_other_ranks(name):
     """Else they wait for this rank in the next exchange, until their deadline."""
     rank_group = Tells()
@@ -183,7 +192,7 @@ def test_no_rank_has_restored_before_all_have_finished():
         result_of(Steps(), FailsIn(4))
 
 
-@pytest.mark.parametrize(("number", "last"), [(1, "open"), (2, "make")])
+@pytest.mark.parametrize(("number", "last"), [(1, "open"), (2, "secured")])
 def test_no_rank_goes_on_before_all_are_registered_and_all_capsules_are_secured(number, last):
     """The exchange of `open` tells that all are registered; that of `make` that all are secured."""
     steps = Steps()
@@ -192,7 +201,7 @@ def test_no_rank_goes_on_before_all_are_registered_and_all_capsules_are_secured(
     assert steps.steps[-1] == last and "load" not in steps.steps
 
 
-@pytest.mark.parametrize(("fails", "missing"), [("register", "open"), ("secure", "make")])
+@pytest.mark.parametrize(("fails", "missing"), [("register", "open"), ("secure", "make"), ("secured", "load")])
 def test_a_rank_that_is_refused_does_no_more(fails, missing):
     steps = Steps(fails=fails)
     with pytest.raises(LayoutChanged, match=fails):
@@ -203,7 +212,7 @@ def test_a_rank_that_is_refused_does_no_more(fails, missing):
 def test_replays_come_before_the_load():
     steps = Steps(replays=ReplayReport())
     assert result_of(steps).tree == {"step": 8}
-    assert steps.steps == ["register", "open", "replay", "match", "secure", "make", "load", "finish"]
+    assert steps.steps == ["register", "open", "replay", "match", "secure", "make", "secured", "load", "finish"]
 
 
 def test_nothing_is_made_if_a_replay_is_refused():
@@ -225,14 +234,14 @@ DECODE_FAULT = LoadReport((), {"chunk 5 of rank 1 differs": NO_RANK})
 def test_faults_that_do_not_come_back_cost_one_more_load(first, capsys):
     steps = Steps(SOUND, first, LOADED)
     assert result_of(steps) == RestoreResult((), {"step": 8}, ("line",))
-    assert steps.steps == ["register", "open", "match", "secure", "make", "load", "load", "finish"]
+    assert steps.steps == ["register", "open", "match", "secure", "make", "secured", "load", "load", "finish"]
     assert f"{min(first.faults)}. All ranks load again." in capsys.readouterr().err
 
 
 def test_a_source_that_is_faulty_twice_counts_as_damaged():
     steps = Steps(SOUND, FAULT, FAULT)
     assert result_of(steps) == RestoreResult((3,))
-    assert steps.steps == ["register", "open", "match", "secure", "make", "load", "load"]
+    assert steps.steps == ["register", "open", "match", "secure", "make", "secured", "load", "load"]
 
 
 def test_bytes_that_are_decoded_wrongly_twice_are_an_error():
@@ -267,6 +276,7 @@ def test_slots_of_this_node_are_mapped_and_closed_and_others_are_read_there():
     assert [opener.slot(near), opener.slot(far)] == ["map of slot-0", "far slot-1"]
     plan = RecoveryPlan(base, {}, {3: HeldCapsule("b", 3, base, 0)})
     assert opener.capsule(plan, 3) == ("b", 3, base)
+    assert replace(opener, capsules={3: "read before"}).capsule(plan, 3) == "read before"
     opener.close()
     assert closed == ["slot-0"]
     with pytest.raises(ValueError, match="closed channel"):
