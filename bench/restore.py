@@ -1,4 +1,4 @@
-"""What a restoring attach costs, beside a memcpy, a plain double buffer and DCP's load.
+"""What a restoring attach costs, beside a memcpy, a plain double buffer and DCP.
 
     python bench/restore.py [--quick] [--rounds N] [--sizes 10MB,1.5GB,6GB]
         [--cases 1-rank,2-ranks,lost-node] [--json FILE]
@@ -15,7 +15,8 @@ One round of a case, each time in fresh processes, one a rank:
                 fresh pages. Except after a loss, the ranks attach again: the state exists now.
     compare     the slots are freed. The same processes then measure the memcpy and a double buffer,
                 and save with DCP.
-    load        fresh processes load with DCP, twice
+    load        fresh processes only load with DCP, twice
+    dcp_restart fresh processes restore with DCP as torch's documentation does it, twice
 
 Model and AdamW's moments have 10 MB, 1.5 GB or 6 GB a rank. All ranks measure at once; the slowest
 rank counts. A size that does not fit into memory is replaced by the largest size that fits, and the
@@ -29,9 +30,13 @@ hypervisor does not back pages in the measurement.
     page making      fresh huge pages for the moments, made by two threads, alone
     double buffer    the state lies in a shared-memory file; it is mapped anew, and torch copies it
                      into live tensors and fresh moments. No digests. Each rank has a file.
-    DCP's load       torch.distributed.checkpoint.load from /dev/shm, with fresh moments. A whole
-                     attach is compared with the first load of a process, a second attach with the
-                     second load. Imports count for neither.
+    DCP's load       torch.distributed.checkpoint.load alone, from /dev/shm. The moments are made by
+                     hand, and the bytes lie in the tensors at its end.
+    DCP's restore    get_state_dict, which makes the moments, load and set_state_dict; so a script
+                     restores that does not know its optimizer's state. From /dev/shm. /dev/shm is
+                     lost with its node, so after a loss it reads from the disk, not cached.
+    whole attach     compared with the first restore of a process, a second attach with the second
+                     one. Imports count for neither.
 
 Ends with 1 if a goal is missed.
 """
@@ -60,6 +65,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as processes
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import reft
 import reft.client.attach.api
@@ -78,9 +84,12 @@ NOTES = (
     "Load is the step of attach that fills the tensors and checks digests. The rest of attach is all but load and make.",
     "The double buffer is a file in shared memory. It is mapped anew, and torch copies it into parameters and fresh "
     "moments, without digests.",
-    "A whole attach and DCP's load are the first ones of a fresh process. Imports count for neither.",
+    "DCP's load is that call alone, into moments that are made by hand. DCP's restore is what a script does: "
+    "get_state_dict, which makes the moments, the load and set_state_dict. Both read /dev/shm, which is lost with its "
+    "node; so after a loss DCP's restore reads from the disk, not cached.",
+    "A whole attach and what it is compared with are the first ones of a fresh process. Imports count for neither.",
 )
-TITLE = "A restoring attach, beside a plain double buffer and DCP's load"
+TITLE = "A restoring attach, beside a plain double buffer and DCP"
 SLOTS = 2  # a third slot of 6 GB does not fit into the memory of a small machine
 DEADLINE_S = 120.0
 RESERVE_BYTES = 2 << 30  # for processes and the system, beside state and slots
@@ -188,6 +197,11 @@ class Task:
     home: Path
     files: Path
 
+    @property
+    def lasting(self) -> Path:
+        """Where a checkpoint outlives the loss of the case: on the disk, or in shared memory."""
+        return (self.home if self.case.loses_node else self.files) / "lasting"
+
 
 class Replica:
     """The model and the optimizer of one rank.
@@ -288,6 +302,20 @@ def load(rank: int, task: Task) -> None:
     write(seconds, rank, task)
 
 
+def dcp_restart(rank: int, task: Task) -> None:
+    """Restores twice with DCP, as a script does; writes the seconds to a file."""
+    with process_group(rank, task, "dcp_restart"):
+        replica, seconds = Replica(task.shape), dict[str, float]()
+        model = in_job(replica, task)
+        for part in ("dcp_restore", "dcp_restore_again"):
+            replica.drop_moments()
+            back_pages(task, replica.missing_bytes)
+            drop_cached(task.lasting)
+            seconds[part] = timed(task, lambda: restore_with_dcp(model, replica, task))
+            replica.check("DCP")
+    write(seconds, rank, task)
+
+
 def write(seconds: dict[str, float], rank: int, task: Task) -> None:
     """Adds the seconds of a role to this rank's file."""
     file = task.home / f"{rank}.json"
@@ -370,10 +398,30 @@ def save_with_dcp(replica: Replica, rank: int, task: Task) -> None:
     dcp.save(replica.tree(), checkpoint_id=task.files / "dcp", no_dist=task.case.ranks == 1)
     barrier(task)
 
+    model, optimizer = get_state_dict(in_job(replica, task), replica.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=task.lasting, no_dist=task.case.ranks == 1)
+    barrier(task)
+
 
 def load_with_dcp(replica: Replica, task: Task) -> None:
     replica.make_moments()
     dcp.load(replica.tree(), checkpoint_id=task.files / "dcp", no_dist=task.case.ranks == 1)
+
+
+def restore_with_dcp(model: nn.Module, replica: Replica, task: Task) -> None:
+    """Restores as the documentation of torch.distributed.checkpoint does."""
+    of_model, of_optimizer = get_state_dict(model, replica.optimizer)
+    tree = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(tree, checkpoint_id=task.lasting, no_dist=task.case.ranks == 1)
+    set_state_dict(model, replica.optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optimizer"])
+
+
+def drop_cached(files: Path) -> None:
+    """Has the kernel forget the files that lie on a disk. Files in shared memory stay."""
+    for file in files.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def in_job(replica: Replica, task: Task) -> nn.Module:
@@ -428,6 +476,7 @@ def measure(case: Case, shape: Shape) -> dict[str, float]:
             daemons[1] = nodes.enter_context(common.daemon("node-2", *listen))
         run(restart, task_of(case, shape, daemons, home, files))
         run(load, task_of(case, shape, daemons, home, files))
+        run(dcp_restart, task_of(case, shape, daemons, home, files))
         ranks = [json.loads((home / f"{rank}.json").read_text()) for rank in range(case.ranks)]
     return {key: max(each[key] for each in ranks) for key in ranks[0]}
 
@@ -487,13 +536,13 @@ class Measured:
         """Returns the figures for a file of results."""
         limit = None if self.case.loses_node else LIMITS[self.wanted, self.case.ranks]
         attach_goal = f"<= {limit:g}" if limit else None
-        against_dcp = [each["attach"] / each["dcp"] for each in self.rounds]
-        again = [each["existing_attach"] / each["dcp_again"] for each in self.rounds if "existing_attach" in each]
         rows = [
             self._row("whole attach", "attach", attach_goal) if self.is_large else
             row_of(f"{self.name}: whole attach", "s", attach_goal, self.seconds("attach")),
-            row_of(f"{self.name}: whole attach", "of DCP's load", "< 1", against_dcp),
-            row_of(f"{self.name}: second attach", "of DCP's second load", None, again) if again else None,
+            self._ratio("whole attach", "of DCP's restore", "attach", "dcp_restore", "< 1"),
+            self._ratio("whole attach", "of DCP's load", "attach", "dcp"),
+            self._ratio("second attach", "of DCP's second restore", "existing_attach", "dcp_restore_again"),
+            self._ratio("second attach", "of DCP's second load", "existing_attach", "dcp_again"),
             self._row("second attach, into existing pages", "existing_attach"),
             self._row("load into existing pages", "existing_load", "<= 1.6" if self.is_large else None),
             self._row("load into fresh pages", "load"),
@@ -501,12 +550,19 @@ class Measured:
             row_of(f"{self.name}: the rest of attach", "s", None, self.seconds("rest")),
             self._row("page making, alone", "pages"),
             self._row("plain double buffer", "double_buffer"),
+            self._row("DCP's restore", "dcp_restore"),
+            self._row("DCP's second restore", "dcp_restore_again"),
             self._row("DCP's load", "dcp"),
             self._row("DCP's second load", "dcp_again"),
             self._row("memcpy by two threads", "memcpy_2"),
             row_of(f"{self.name}: the memcpy", "ms", None, [1000 * each for each in self.seconds("memcpy")]),
         ]  # fmt: skip
         return [row for row in rows if row is not None]
+
+    def _ratio(self, name: str, unit: str, part: str, beside: str, goal: str | None = None) -> Row | None:
+        """Returns a part in terms of another one of the same round; None if the case lacks it."""
+        ratios = [each[part] / each[beside] for each in self.rounds if part in each]
+        return row_of(f"{self.name}: {name}", unit, goal, ratios) if ratios else None
 
     def _row(self, name: str, part: str, goal: str | None = None) -> Row | None:
         """Returns a part in memcpys, or in ms if the state is small.
