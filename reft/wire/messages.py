@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import xxhash
 from google.protobuf.message import DecodeError
 
 from reft.core.commit.decision import KNOWN_MAX, Decision
@@ -197,6 +198,16 @@ def held_slot_from(node_id: str, header: pb.SlotHeader) -> HeldSlot:
 
 def held_capsule_from(node_id: str, header: pb.CapsuleHeader) -> HeldCapsule:
     return HeldCapsule(node_id, header.rank, version_from(header.version), header.unreplicated_bytes)
+
+
+def check_capsule(record: pb.CapsuleRecord) -> None:
+    """Checks a capsule where it arrives.
+
+    Raises:
+        FormatError: its bytes are not those that the trainer has sealed.
+    """
+    if record.capsule_digest and record.capsule_digest != xxhash.xxh3_64_intdigest(record.capsule):
+        raise FormatError(f"the capsule of rank {record.rank}, step {record.version.step} has a wrong digest.")
 
 
 def report_to(report: StepReport, digests: Digests = NO_DIGESTS) -> pb.StepReport:

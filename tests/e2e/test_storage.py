@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from click.testing import CliRunner
 
 from reft.cli.main import main
@@ -187,7 +188,8 @@ def test_checkpoint_stays_open_until_a_step_is_whole(site: Site, storage: Path) 
     )
     assert died.wait() != [0]
     version = next(slot.version for slot in inventory(daemon).slots if slot.stored)
-    assert daemon.call("FetchCapsule", pb.CapsuleRequest(job="job", rank=0, version=version)).capsule
+    fetched = daemon.call("FetchCapsule", pb.CapsuleRequest(job="job", rank=0, version=version))
+    assert fetched.capsule_digest == xxhash.xxh3_64_intdigest(fetched.capsule)
     (result,) = run(Spec(daemon.address, steps=STEPS))
     assert (result["began"], result["from"]) == (step, "storage")
 

@@ -156,11 +156,13 @@ class CapsuleStore:
 
         Raises:
             ConfigError: the record is too large, or names a rank that the job does not have.
+            FormatError: the capsule has changed on its way.
             StaleEpoch: the record belongs to another history than the decision's.
             NoRoom, AttachError: the record can't be written, for lack of room or for another
                 reason.
         """
         check_record(record, world)
+        messages.check_capsule(record)
         version = messages.version_from(record.version)
         if not counts(version, decision):
             raise StaleEpoch(

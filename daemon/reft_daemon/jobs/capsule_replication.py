@@ -213,6 +213,7 @@ class CapsuleReplication:
                 unreplicated_bytes=self._unreplicated_bytes_of(slot.map),
                 capsule=slot.map.capsule(),
                 digests=slot.map.digests[: slot.map.chunks].tobytes(),
+                capsule_digest=slot.map.header.capsule_digest,
             )
         except FormatError:
             if slot.map.reread().seq == header.seq:

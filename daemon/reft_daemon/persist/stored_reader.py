@@ -260,7 +260,12 @@ class StoredReader:
         """
         for slot in self.opened.get(job, {}).values():
             if slot.rank == rank and slot.map.header.version == version:
-                return pb.CapsuleRecord(rank=rank, version=messages.version_to(version), capsule=slot.map.capsule())
+                return pb.CapsuleRecord(
+                    rank=rank,
+                    version=messages.version_to(version),
+                    capsule=slot.map.capsule(),
+                    capsule_digest=slot.map.header.capsule_digest,
+                )
         return None
 
     def take(self, job: str) -> dict[str, StoredSlotFile]:

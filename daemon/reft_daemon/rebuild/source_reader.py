@@ -62,7 +62,7 @@ class SourceReader:
         """Returns the capsule of a lost rank.
 
         Raises:
-            DamagedSource: the capsule is missing.
+            DamagedSource: the capsule is missing, or has changed on its way.
             AttachError: its node can't be reached.
         """
         request, node, name = self.request, self.request.nodes[lost.keeper], f"capsule-{lost.rank}"
@@ -82,6 +82,10 @@ class SourceReader:
             record = await _answer(node, name, partial(ask, READ_DEADLINE_S))
         if record is None or record.rank != lost.rank or messages.version_from(record.version) != version:
             raise DamagedSource(node, name, "the capsule is missing")
+        try:
+            messages.check_capsule(record)
+        except FormatError as error:
+            raise DamagedSource(node, name, error.message) from error
         return record
 
     async def check(self, ranks: Iterable[int]) -> None:

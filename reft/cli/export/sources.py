@@ -143,6 +143,10 @@ class MemorySource:
             request = pb.CapsuleRequest(job=self.job, rank=rank, version=messages.version_to(which), node=nodes[node])
             with self._errors((node, slot, which), f"the capsule of rank {rank}"):
                 record: pb.CapsuleRecord = pb_grpc.DaemonStub(channel).FetchCapsule(request, timeout=CALL_S)
+            try:
+                messages.check_capsule(record)
+            except FormatError as error:
+                raise DamagedSlot((node, slot, which), error.message) from error
             return record
 
         places = {rank: (held.node, held.slot, version) for rank, held in plan.capsules.items()}

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from reft.client.attach.arguments import AttachContext
 from reft.client.attach.introduce import Introduction, leader_of
 from reft.client.attach.restore import remote_slots
@@ -20,6 +22,7 @@ from reft.client.state import serialization, structure
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.recovery.recovery import RecoveryPlan
 from reft.errors import FormatError
+from reft.wire import messages
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -101,7 +104,17 @@ def published_capsules(
         return RankMessage(held_capsule(context, introduction, survey, recovery, rank).SerializeToString())
 
     published = {rank: gather(context.rank_group, partial(read, rank), RankMessage) for rank in readers}
-    return {rank: pb.CapsuleRecord.FromString(each[readers[rank]].data) for rank, each in published.items()}
+    return {rank: arrived(each[readers[rank]].data) for rank, each in published.items()}
+
+
+def arrived(data: bytes) -> pb.CapsuleRecord:
+    """Returns a published capsule; empty if the bytes have changed on their way."""
+    try:
+        record = pb.CapsuleRecord.FromString(data)
+        messages.check_capsule(record)
+    except (DecodeError, FormatError):
+        return pb.CapsuleRecord()
+    return record
 
 
 def readers_of(introduction: Introduction, survey: JobSurvey, recovery: RecoveryPlan) -> dict[int, int]:

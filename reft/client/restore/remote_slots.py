@@ -102,6 +102,7 @@ class RemoteSlots:
         )
         with self._errors(node, rank), self.calls.channel(self.address) as channel:
             record: pb.CapsuleRecord = rpc.invoke(channel, "FetchCapsule", request, self.deadline_s)
+        messages.check_capsule(record)
         return record
 
     def earlier(self, plan: RecoveryPlan, rank: int) -> Iterator[bytes]:

@@ -709,18 +709,20 @@ class Chunk(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class CapsuleRecord(_message.Message):
-    __slots__ = ("rank", "version", "unreplicated_bytes", "capsule", "digests")
+    __slots__ = ("rank", "version", "unreplicated_bytes", "capsule", "digests", "capsule_digest")
     RANK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UNREPLICATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPSULE_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    CAPSULE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     rank: int
     version: Version
     unreplicated_bytes: int
     capsule: bytes
     digests: bytes
-    def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., unreplicated_bytes: _Optional[int] = ..., capsule: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    capsule_digest: int
+    def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., unreplicated_bytes: _Optional[int] = ..., capsule: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., capsule_digest: _Optional[int] = ...) -> None: ...
 
 class CapsuleRequest(_message.Message):
     __slots__ = ("job", "rank", "version", "node", "tokens")

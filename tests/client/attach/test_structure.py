@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xxhash
 
 from reft.client.attach import structure
 from reft.client.attach.plan import recover
@@ -36,3 +37,10 @@ def test_the_restore_gets_the_capsules_that_were_read(monkeypatch, damaged):
     assert {old: (each.rank, each.digests) for old, each in built.capsules.items()} == {
         old: (old, b"digests") for old in (0, 1) if old not in damaged
     }
+
+
+@pytest.mark.parametrize("change", [lambda record: b"\xff", lambda record: record.replace(b"tree", b"free")])
+def test_a_published_capsule_that_changed_on_its_way_counts_as_not_read(change):
+    record = pb.CapsuleRecord(rank=1, capsule=b"tree", capsule_digest=xxhash.xxh3_64_intdigest(b"tree"))
+    assert structure.arrived(record.SerializeToString()) == record
+    assert structure.arrived(change(record.SerializeToString())) == pb.CapsuleRecord()

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+import xxhash
 
 from reft.client.restore.executor import THREADS, LoadReport
 from reft.client.restore.remote_slots import RemoteSlots
@@ -45,12 +46,14 @@ class PassingOn(pb_grpc.DaemonServicer):
         stops_after: bytes of data after which nothing more comes; None: never.
         code: the status with which the call then ends; None: it does not end.
         released: ends a stream that has stopped.
+        capsule_digest: the digest that a capsule is sent with.
     """
 
     def __init__(self, slot: SlotMap) -> None:
         self.slot, self.asked, self.released = slot, list[pb.ReadRequest](), threading.Event()
         self.stops_after: int | None = None
         self.code: grpc.StatusCode | None = None
+        self.capsule_digest = 0
 
     def Read(self, request: pb.ReadRequest, context: grpc.ServicerContext) -> Iterator[pb.Chunk]:
         self.asked.append(request)
@@ -65,7 +68,7 @@ class PassingOn(pb_grpc.DaemonServicer):
             yield pb.Chunk(data=data[begin : begin + MESSAGE].tobytes())
 
     def FetchCapsule(self, request: pb.CapsuleRequest, context: grpc.ServicerContext) -> pb.CapsuleRecord:
-        return pb.CapsuleRecord(rank=request.rank)
+        return pb.CapsuleRecord(rank=request.rank, capsule=b"tree", capsule_digest=self.capsule_digest)
 
 
 @contextmanager
@@ -166,6 +169,14 @@ def test_bytes_go_into_all_targets_in_turn(far):
         far.servicer.released.set()
         far.servicer.stops_after = -far.servicer.slot.header.geometry.data_offset + 500
         far.remote.read(far.source, far.channel, 0, data[:4000].copy())
+
+
+def test_a_capsule_that_changed_on_its_way_is_refused(far):
+    far.servicer.capsule_digest = xxhash.xxh3_64_intdigest(b"free")
+    with pytest.raises(FormatError, match="has a wrong digest"):
+        far.remote.capsule("node2", FAR, VERSION)
+    far.servicer.capsule_digest = xxhash.xxh3_64_intdigest(b"tree")
+    assert far.remote.capsule("node2", FAR, VERSION).capsule == b"tree"
 
 
 def test_a_capsule_is_read_once_the_daemon_is_back(far, tmp_path):

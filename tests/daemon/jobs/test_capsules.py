@@ -12,6 +12,7 @@ import time
 
 import grpc
 import pytest
+import xxhash
 
 from reft.core.commit.capsules import DIGESTS_MAX
 from reft.core.commit.pins import Pins
@@ -100,6 +101,7 @@ def test_a_whole_version_has_each_capsule_on_f_other_nodes(start, trainer, toler
         got = fetch(job, node, rank, 1)
         assert (got.rank, got.version.step, got.capsule, got.unreplicated_bytes) == (rank, 1, CAPSULE, 2 * CHUNK)
         assert got.digests == fetch(job, rank, rank, 1).digests and len(got.digests) == 16
+        assert got.capsule_digest == xxhash.xxh3_64_intdigest(CAPSULE)
     for node in range(3):
         status = job.daemons[node].call("Status", pb.StatusRequest())
         assert 0 < status.capsule_bytes_sent < 1024 * tolerate and 0 < status.round_bytes_sent < 4096
@@ -359,6 +361,19 @@ def test_limits(job):
     assert files(job, 0) == []
     keep(job, 0, record(job, 1, rank=1, size=CAPSULE_MAX, digests=DIGESTS_MAX))
     assert len(fetch(job, 0, 1, 1).digests) == DIGESTS_MAX
+
+
+def test_a_capsule_that_changed_on_its_way_is_refused(job):
+    sent = record(job, 1, rank=1)
+    sent.capsule_digest = xxhash.xxh3_64_intdigest(sent.capsule)
+    changed = pb.CapsuleRecord()
+    changed.CopyFrom(sent)
+    changed.capsule = bytes(6) + b"1"
+    with refused(Code.DATA_LOSS, "the capsule of rank 1, step 1 has a wrong digest"):
+        keep(job, 0, changed)
+    assert files(job, 0) == []
+    keep(job, 0, sent)
+    assert fetch(job, 0, 1, 1) == sent
 
 
 def test_a_capsule_that_does_not_fit_is_refused(start):

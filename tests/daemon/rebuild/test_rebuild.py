@@ -15,6 +15,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from reft.cli.export.slot_reader import DamagedSlot
+from reft.cli.export.sources import MemorySource
 from reft.cli.main import main
 from reft.cli.survey import survey
 from reft.client.snapshot.save_plan import ParityTiling, plan_save
@@ -28,6 +30,7 @@ from reft.wire.proof import CERTIFIED
 from reft.wire.rebuild_request import rebuild_request
 from reft.wire.slot_format import PAGE, Geometry, SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import capsule_store
 from reft_daemon.arena.arena import Arena, SlotFile
 from reft_daemon.jobs import leasing
 from reft_daemon.jobs.leases import caller_process
@@ -341,6 +344,29 @@ def test_a_damaged_slot_and_a_lost_node_are_too_much_for_f_1(start):
         assert (found.exit_code, document["outcome"]) == (4, "unrecoverable")
         assert "on node n2 is damaged (rank-2.slot-0)." in " ".join(document["missing"])
     until(lambda: not list(spare.folder.glob("job/*")), what="the spare daemon to forget the job")
+
+
+def test_a_capsule_that_changes_on_its_way_is_found_where_it_arrives(start):
+    """The holder's file is right; what the holder sends is not what the trainer sealed."""
+    daemons = cluster(start, 3)
+    Held(daemons, 1).end()
+    spare = start("--node", "spare")
+    (file,) = (path for daemon in daemons for path in daemon.folder.glob("job/capsule-1.*"))
+    job, record = capsule_store.decode(file.read_bytes())
+    record.capsule = record.capsule[:-1] + bytes([record.capsule[-1] ^ 1])
+    with open(file, "r+b") as opened:  # in place: the daemon keeps the file open
+        opened.write(capsule_store.encode(job, record))
+    with Lost(daemons[1]):
+        with (
+            pytest.raises(DamagedSlot, match="rank 1, step 1 has a wrong digest"),
+            MemorySource(daemons[0].address, "job").open(),
+        ):
+            pass
+        found = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
+        document = json.loads(found.stdout)
+        assert (found.exit_code, document["outcome"]) == (4, "unrecoverable"), found.output
+        assert "is damaged (capsule-1)." in " ".join(document["missing"])
+    assert "the capsule of rank 1, step 1 has a wrong digest" in spare.log.read_text()
 
 
 class GrownInlineLeaf(Held):
