@@ -287,7 +287,7 @@ async def test_attach_waits_longer_for_a_holder_than_training_does():
 
 @pytest.mark.parametrize("text", ["Stream removed (recvmsg:Connection timed out (110))", "connect() timed out"])
 async def test_attach_asks_a_holder_again_that_was_cut_off(text, monkeypatch):
-    """gRPC gives up a connection after 3 to 10 s, and the network may be back within the deadline."""
+    """gRPC gives up a connection after 3 to 10 s; the network may be back within the deadline."""
     monkeypatch.setattr(round_replicator, "RETRY_S", 0.0)
     holder = Holder(unavailable(text), unavailable(text))
     await round_replicator.send_base_again(job_with_a_holder(messages_of_base=1), holder)
