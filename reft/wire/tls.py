@@ -181,7 +181,7 @@ class _CertificateFiles:
         )  # fmt: skip
 
     def _say_age(self, now_s: float) -> None:
-        """Logs that other nodes refuse this certificate now, or soon; again as its time runs out."""
+        """Logs that other nodes refuse this certificate, or soon will; again as time runs out."""
         words = age_words(self.content.not_before, self.content.not_after, now_s)
         if words not in ("", self._said_age):
             log.error("%s %s Fix: %s; it is read within a minute", self.paths[0], words, REMEDY)
