@@ -238,4 +238,7 @@ def _remedy(job: str, inventory: Inventory) -> str:
             f"look at reft-cli status {job} on {next(iter(inventory.silent))} first: if that node is well, the network "
             "between cuts this node off, and nothing is lost. Else "
         )
-    return f"{cut_off}start {nodes} and {its} reft-daemon again with the old slots, then start the job; if that memory is gone: {purge}"
+    return (
+        f"{cut_off}start {nodes} and {its} reft-daemon again with the old slots, then start the job; "
+        f"if that memory is gone: {purge}"
+    )
