@@ -281,7 +281,7 @@ class Executor(OpExecutor):
         super().run(handler, deadline, update_deadline)
 
     def _mend_times(self) -> None:
-        """Replaces times of other clocks, or of this one before it was set, by its own (12)."""
+        """Replaces times of other clocks by those of this one (12)."""
         state, now = self._state, datetime.now(timezone.utc)
         beat = state.last_heartbeats.get(self._node)
         if beat is not None and beat > now:

@@ -217,7 +217,7 @@ class _CertificateFiles:
 
 
 def age_words(not_before: str, not_after: str, now_s: float) -> str:
-    """Returns why a certificate does not count now, or not for long; empty if nothing is wrong.
+    """Returns why a certificate does not count now, or not for long; else empty.
 
     Args:
         not_before: from when on it counts, as Python decodes certificates.
