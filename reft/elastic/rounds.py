@@ -32,8 +32,10 @@ torch's operations and timeouts stay. What differs is numbered below.
     wait list, and then all workers would be restarted again and again for a node without a place.
 11. A state says which node's failure has closed it. Then the others end, as nobody restarts there.
     torch tells nobody. Without a daemon's signal they trained on, if no worker noticed.
-12. A wall clock that is set back delays neither this node's signs of life nor the end of an open
-    round. torch compares both with that clock: others missed the node, and all workers restarted.
+12. A wall clock that is set back delays no sign of life of this node. torch compares with that
+    clock: others missed the node, and all workers restarted. Each agent measures by itself how long
+    an open round waits for more nodes, from when it first reads that the round waits. torch
+    compares with a time by another host's clock: where that was behind, no round waited.
 13. An agent has random bits in its number. torch tells agents apart by host name and process id.
     Containers share the name of their host, and have the same ids: both agents waited for a second.
 """
@@ -254,7 +256,7 @@ class Executor(OpExecutor):
         self._record = recorder(type(self).__name__, settings.run_id, node)  # type: ignore[method-assign]
         self._holder, self._facts, self._shrink_s = holder, facts, shrink_s
         self._poll_s = poll_s(settings.max_nodes)
-        self._deadline: tuple[datetime | None, float] = (None, 0.0)  # of the open round; when it was first read
+        self._open_round: tuple[int, float] | None = None  # its number, and when it ends by this agent's clock
 
     def run(self, state_handler: Any, deadline: float, update_deadline: Any = None) -> None:
         """Runs torch's loop, but reads the state again soon where torch waits for a second."""
@@ -279,18 +281,19 @@ class Executor(OpExecutor):
         super().run(handler, deadline, update_deadline)
 
     def _mend_times(self) -> None:
-        """Puts times that lie too far ahead of the clock into the past (12)."""
+        """Replaces times of other clocks by those of this one (12)."""
         state, now = self._state, datetime.now(timezone.utc)
         beat = state.last_heartbeats.get(self._node)
         if beat is not None and beat > now:
             state.last_heartbeats[self._node] = now - self._settings.keep_alive_interval
-        if state.deadline is None or state.deadline <= now:
+        if state.deadline is None:
+            self._open_round = None
             return
-        if state.deadline != self._deadline[0]:
-            self._deadline = state.deadline, time.monotonic()
-        wait_s = max(self._shrink_s, self._settings.timeout.last_call.total_seconds())
-        if time.monotonic() - self._deadline[1] > wait_s:
-            state.deadline = now - timedelta.resolution
+        now_s = time.monotonic()
+        if self._open_round is None or self._open_round[0] != state.round:
+            wait_s = self._shrink_s if state.places else self._settings.timeout.last_call.total_seconds()
+            self._open_round = state.round, now_s + wait_s
+        state.deadline = now + timedelta(seconds=self._open_round[1] - now_s)
 
     def _waiting_words(self, waited_s: float) -> str:
         """Returns what this node waits for, if people should know; else empty."""

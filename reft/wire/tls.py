@@ -19,6 +19,7 @@ import logging
 import os
 import ssl
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from reft.wire.certificate_role import REMEDY, Role, role_of
 
 log = logging.getLogger("reft")
 REREAD_S: Final = 60.0
+DAY_S: Final = 86_400.0
+SOON_S: Final = 14 * DAY_S  # before its end a certificate is complained of; a short one in its last tenth
 _KINDS: Final = (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)
 _NO_CHECK_TIME: Final = ssl.VerifyFlags(0x200000)  # X509_V_FLAG_NO_CHECK_TIME of OpenSSL
 
@@ -104,6 +107,7 @@ class _Content:
         ca: the PEM text.
         role: for whom the certificate was made.
         sha256: fingerprint of the certificate.
+        not_before: from when on the certificate counts.
         not_after: when the certificate ends.
         server: for accepted sockets.
         client: for made sockets.
@@ -114,6 +118,7 @@ class _Content:
     ca: bytes
     role: Role = field(compare=False)
     sha256: str = field(compare=False)
+    not_before: str = field(compare=False)
     not_after: str = field(compare=False)
     server: ssl.SSLContext = field(compare=False)
     client: ssl.SSLContext = field(compare=False)
@@ -137,6 +142,7 @@ class _CertificateFiles:
         self.generation = 0
         self.wake = threading.Event()
         self._is_ended = False
+        self._said_age = ""
 
     def end(self) -> None:
         """Ends `watch`. Returns at once."""
@@ -147,6 +153,7 @@ class _CertificateFiles:
         """Rereads the files every REREAD_S and at each `wake`, until `end`."""
         logged = ""
         while True:
+            self._say_age(time.time())
             self.wake.wait(REREAD_S)
             self.wake.clear()
             if self._is_ended:  # asked after `clear`, so that an `end` meanwhile wakes the next wait
@@ -173,6 +180,13 @@ class _CertificateFiles:
             not_after=content.not_after,
         )  # fmt: skip
 
+    def _say_age(self, now_s: float) -> None:
+        """Logs that other nodes refuse this certificate, or soon will; again as time runs out."""
+        words = age_words(self.content.not_before, self.content.not_after, now_s)
+        if words not in ("", self._said_age):
+            log.error("%s %s Fix: %s; it is read within a minute", self.paths[0], words, REMEDY)
+        self._said_age = words
+
     def _check_role(self, role: Role) -> None:
         if role != self.role:
             raise ConfigError(
@@ -198,7 +212,28 @@ class _CertificateFiles:
         if role is None or decoded is None:
             raise ConfigError(f"{self.paths[0]} names no user (reft://user/NAME), or several.", REMEDY)
         sha256 = hashlib.sha256(der).hexdigest()
-        return _Content(key, cert, ca, role, sha256, str(decoded["notAfter"]), server, client)
+        not_before, not_after = str(decoded["notBefore"]), str(decoded["notAfter"])
+        return _Content(key, cert, ca, role, sha256, not_before, not_after, server, client)
+
+
+def age_words(not_before: str, not_after: str, now_s: float) -> str:
+    """Returns why a certificate does not count now, or not for long; else empty.
+
+    Args:
+        not_before: from when on it counts, as Python decodes certificates.
+        not_after: when it ends.
+        now_s: the time.
+    """
+    begin_s, end_s = ssl.cert_time_to_seconds(not_before), ssl.cert_time_to_seconds(not_after)
+    left_s = end_s - now_s
+    if now_s < begin_s:
+        return f"counts from {not_before} on: other nodes refuse it until then. Is the clock of this machine right?"
+    if left_s <= 0:
+        return f"has ended at {not_after}: other nodes refuse it, and no snapshot becomes whole."
+    if left_s < min(SOON_S, (end_s - begin_s) / 10):
+        left = f"{left_s // DAY_S:.0f} days" if left_s >= 2 * DAY_S else f"{left_s // 3600:.0f} h"
+        return f"ends at {not_after}, in {left}: other nodes refuse it then."
+    return ""
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ SCRIPT = str(ROOT / "tests/support/elastic_train.py")  # the same for both sides
 TRAIN: dict[str, Any] = {"backend": "reft", "script": [SCRIPT], "conf": PATIENT, "restarts": 40}
 SHARDED = {"REFT_PROTECT": "aec"}
 PAUSE_S = 0.1
-UNJUDGED = int(1.5 * JOIN_S / PAUSE_S)  # steps; in this time a node that was never heard counts as lost
+UNJUDGED = int(1.5 * JOIN_S / PAUSE_S)  # steps; in this time a node that was never heard counts as suspect
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 

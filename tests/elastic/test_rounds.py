@@ -46,12 +46,14 @@ class Shared(RendezvousBackend):
 
     def __init__(self):
         self.lock, self.data, self.revision, self.lost = threading.Lock(), None, 0, False
+        self.reads = 0
         self.answers, self.blocked_calls = threading.Event(), 0
         self.answers.set()
 
     def get_state(self):
         with self.lock:
             self._check()
+            self.reads += 1
             return None if self.data is None else (self.data, self.revision)
 
     def set_state(self, state, token=None):
@@ -653,6 +655,30 @@ def test_a_round_completes_though_its_deadline_lies_far_ahead_of_this_clock(make
     state.deadline = now + timedelta(hours=1)
     job.shared.set_state(encode(state))
     run_operation(job.agent("node-a"), dynamic_rendezvous._RendezvousJoinOp)
+    assert job.shared.state.complete and len(job.shared.state.participants) == 3
+
+
+@pytest.mark.parametrize("places", [[], [PreviousRank(0, Participant("p", "p"))]])
+def test_a_round_waits_for_more_nodes_though_its_deadline_is_over_by_this_clock(make_job, places):
+    """The host whose agent wrote the deadline has a clock that is behind."""
+    job = make_job("2:3", last_call_timeout=30)
+    state, other, now = SharedState(), _NodeDesc("p", 1, 0), datetime.now(timezone.utc)
+    state.participants, state.last_heartbeats, state.places = {other: 0}, {other: now}, places
+    job.shared.set_state(encode(state))
+    here, late = job.agent("node-a"), job.agent("node-b")
+    here._inner._op_executor._shrink_s = 30.0
+    here._holder.sync(fresh=True)
+    joining = threading.Thread(target=run_operation, args=(here, dynamic_rendezvous._RendezvousJoinOp))
+    joining.start()
+    until(lambda: here._node in job.shared.state.participants, what="a quorum")
+    behind = job.shared.state
+    behind.deadline = now - timedelta(minutes=5)
+    until(lambda: job.shared.set_state(encode(behind), job.shared.revision)[2], what="the deadline by another clock")
+    reads = job.shared.reads
+    until(lambda: job.shared.reads > reads + 3 or job.shared.state.complete, what="looks at that deadline")
+    assert not job.shared.state.complete
+    run_operation(late, dynamic_rendezvous._RendezvousJoinOp)
+    joining.join(20)
     assert job.shared.state.complete and len(job.shared.state.participants) == 3
 
 

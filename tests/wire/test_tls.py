@@ -18,7 +18,7 @@ import pytest
 from reft.errors import ConfigError
 from reft.wire import rpc
 from reft.wire.certificate_role import Role, role_of
-from reft.wire.tls import Tls
+from reft.wire.tls import DAY_S, Tls, age_words
 from tests.support.certificates import Certificates, openssl, why_not
 from tests.support.daemons import until
 
@@ -158,11 +158,49 @@ def test_the_role_is_that_of_the_certificate(certificates):
 def test_a_certificate_that_has_expired_still_has_its_role(certificates, tmp_path):
     """A daemon that starts again must serve its own trainers, also where a renewal has failed."""
     cert, key, ca = files(certificates, "ours", node="n1")
-    request, old = tmp_path / "request", tmp_path / "old.pem"
+    assert Tls(expired(cert, key, ca, tmp_path), key, ca).role == Role("alice", "n1")
+
+
+@pytest.mark.parametrize(
+    ("age_days", "life_days", "words"),
+    [
+        (-0.1, 365, "counts from Jan  1 00:00:00 2026 GMT on: other nodes refuse it until then. Is the clock"),
+        (0.1, 365, ""),
+        (350, 365, ""),
+        (352, 365, "ends at Jan  1 00:00:00 2027 GMT, in 13 days: other nodes refuse it then."),
+        (364.5, 365, "ends at Jan  1 00:00:00 2027 GMT, in 12 h: "),
+        (365, 365, "has ended at Jan  1 00:00:00 2027 GMT: other nodes refuse it, and no snapshot"),
+        (0.8, 1, ""),
+        (0.95, 1, "ends at Jan  2 00:00:00 2026 GMT, in 1 h: "),
+    ],
+)
+def test_the_age_of_a_certificate(age_days, life_days, words):
+    begin, end = "Jan  1 00:00:00 2026 GMT", {365: "Jan  1 00:00:00 2027 GMT", 1: "Jan  2 00:00:00 2026 GMT"}[life_days]
+    said = age_words(begin, end, ssl.cert_time_to_seconds(begin) + age_days * DAY_S)
+    assert said.startswith(words) and bool(said) == bool(words)
+
+
+def test_a_certificate_that_has_expired_is_named_in_the_log_once(certificates, tmp_path, caplog):
+    """Nothing else tells the node itself: its calls fail, and others say that it is silent."""
+    cert, key, ca = files(certificates, "ours", node="n1")
+    shutil.copy(expired(cert, key, ca, tmp_path), tmp_path / "cert.pem")
+    tls = Tls(tmp_path / "cert.pem", key, ca)
+    tls.watch()
+    until(lambda: "cert.pem has ended at " in caplog.text, what="the complaint")
+    assert "certificates.sh" in caplog.text
+    shutil.copy(cert, tmp_path / "cert.pem")
+    tls.reread()
+    until(lambda: tls.generation == 1, what="the new certificate")
+    assert caplog.text.count("cert.pem has ended at ") == 1
+
+
+def expired(cert: Path, key: Path, ca: Path, folder: Path) -> Path:
+    """Returns the same certificate, but it ends as it begins."""
+    request, old = folder / "request", folder / "old.pem"
     openssl("x509", "-x509toreq", "-in", cert, "-signkey", key, "-copy_extensions", "copyall", "-out", request)
     signing = ("-CA", ca, "-CAkey", ca.with_suffix(".key"), "-copy_extensions", "copyall")
     openssl("x509", "-req", "-in", request, *signing, "-days", "0", "-out", old)
-    assert Tls(old, key, ca).role == Role("alice", "n1")
+    return old
 
 
 def test_a_certificate_without_a_user_is_refused(certificates):

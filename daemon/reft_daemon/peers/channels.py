@@ -358,6 +358,16 @@ def reason_of(error: BaseException) -> str:
     return str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
 
 
+def is_cut_off(error: grpc.RpcError) -> bool:
+    """Whether a call failed on the way: the connection ended, or none could be made.
+
+    A daemon that is gone refuses connections, and a wrong certificate stays wrong.
+    """
+    is_unavailable = error.code() is grpc.StatusCode.UNAVAILABLE and not isinstance(error, UnprovedReply)
+    reason = reason_of(error)
+    return is_unavailable and "refused" not in reason and not rpc.is_certificate_refused(reason)
+
+
 def remedy_of(error: BaseException) -> str:
     """Returns what a person can do about a node that can't be reached."""
     return REMEDY if rpc.is_certificate_refused(reason_of(error)) else "check its daemon"

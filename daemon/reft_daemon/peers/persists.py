@@ -354,6 +354,9 @@ class PersistService:
             state.found = await self._persister.newest(job.id, job.record.manifest.lineage)
             if state.epoch == decision.epoch:
                 state.has_decision = True
+                if state.found is not None:
+                    age_s = time.time() - state.found.time_s
+                    state.cadence = state.cadence.found(age_s, time.monotonic())
                 if state.found is not None and state.found.version.epoch == decision.epoch:
                     state.cadence = state.cadence.end(state.found.version.step, is_complete=True)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 import grpc
@@ -33,12 +34,13 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.jobs import capsules, rounds
 from reft_daemon.jobs.job_record import JobRecord
-from reft_daemon.peers.channels import PeerChannels, reason_of
+from reft_daemon.peers.channels import PeerChannels, is_cut_off, reason_of
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 1.0
 KEEP_DEADLINE_S = 5.0  # seconds; a full message takes 1.4 s at 100 Mbit/s
-# At attach, for each message: that of a holder which is only slow would burn a restart of the job.
+# At attach, for each message: a holder that is only slow, or cut off, would burn a restart of the
+# job.
 SECURE_DEADLINE_S = 30.0
 RETRY_S = 0.3
 Send = Callable[[pb.Node], Awaitable[None]]
@@ -182,16 +184,27 @@ async def send_base_again(job: JobRecord, peers: PeerChannels) -> None:
     batches = [batch for version in kept for batch in job.capsule_replication.batches_of_version(slots, version)]
     nodes, tokens, stub = job.record.manifest.nodes, messages.known_tokens(job.record.manifest), pb_grpc.PeerStub
 
+    async def keep_at(node: pb.Node, keep: pb.KeepRequest) -> None:
+        end_s = time.monotonic() + SECURE_DEADLINE_S
+        while True:
+            left_s = end_s - time.monotonic()
+            try:
+                await peers.call(node, tokens, stub, "Keep", keep, left_s, reconnect=True)
+                return
+            except grpc.RpcError as error:
+                if not is_cut_off(error) or left_s <= RETRY_S:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
     async def send_to(holder: int) -> None:
         for records in batches:
-            keep = pb.KeepRequest(job=job.id, epoch=epoch, capsules=records)
             try:
-                await peers.call(nodes[holder], tokens, stub, "Keep", keep, SECURE_DEADLINE_S, reconnect=True)
+                await keep_at(nodes[holder], pb.KeepRequest(job=job.id, epoch=epoch, capsules=records))
             except (grpc.RpcError, OSError) as error:
                 reason, remedy = split_remedy(reason_of(error))
                 raise AttachError(
                     f"node {nodes[holder].name} does not keep the capsules of {decision.base}: {reason}",
-                    remedy or "check the daemon of that node",
+                    remedy or "check the daemon of that node, and the network to it",
                 ) from error
 
     await asyncio.gather(*(send_to(holder) for holder in job.record.holders))

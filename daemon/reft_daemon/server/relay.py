@@ -299,5 +299,7 @@ def _ignore() -> None:
 
 
 def _tls_reason(error: OSError) -> str:
-    """Returns OpenSSL's short reason, which the caller can't write; e.g. WRONG_VERSION_NUMBER."""
+    """Returns OpenSSL's reason, which the caller can't write; e.g. WRONG_VERSION_NUMBER."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message  # e.g. certificate has expired
     return (isinstance(error, ssl.SSLError) and error.reason) or "the connection ended"

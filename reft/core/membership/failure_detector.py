@@ -26,7 +26,9 @@ Invariants
      CUT_OFF_S. Reports of a node that was given up do not count for other nodes: that node may have
      been cut off for longer than CUT_OFF_S.
   5. A node that was never heard in this term is not judged before JOIN_S. Daemons learn of a term
-     one by one.
+     one by one. The neighbours that it had from the beginning never give it up: a closed port or
+     a certificate may separate daemons whose ranks train. Else all workers restarted for ever, each
+     JOIN_S. If it was lost that early, the rendezvous misses its keep-alives.
   6. A node that is hung, slow or suspected is never given up for that reason.
 
 The next message repairs a lost message: each message repeats all final signals. A late or repeated
@@ -52,6 +54,10 @@ GAP_FADES = 0.97  # factor per beat: the remembered gap halves in 7 s
 LATE_S = 0.3  # a daemon whose own loop is later than this does not trust its own judgement
 CUT_OFF_S = 10.0
 JOIN_S = 15.0
+UNHEARD = (
+    "nothing was heard of its daemon and its agent since the round began. Is its daemon's port open, and are the "
+    "certificates of both nodes valid?"
+)
 
 
 class Signal(IntEnum):
@@ -248,7 +254,7 @@ def _last_heard_s(channel: HeartbeatChannel) -> float:
 
 
 def judge_silent(
-    each: WatchedNode, now_s: float, silence_from_s: float, is_alone: bool, is_still: bool
+    each: WatchedNode, now_s: float, silence_from_s: float, is_alone: bool, is_still: bool, is_first: bool = False
 ) -> tuple[Signal, str, str]:
     """Judges a node whose daemon is silent; returns the signal, kind and reason.
 
@@ -258,6 +264,7 @@ def judge_silent(
         silence_from_s: when silence began to count.
         is_alone: whether no other watched daemon was heard after this node.
         is_still: whether ranks of the judging node stand still.
+        is_first: whether the node was a neighbour when the term began.
     """
     silent_s = min(channel.silent_s(now_s, silence_from_s) for channel in (each.calls, each.answers))
     patience_s = max(each.calls.patience_s, each.answers.patience_s)
@@ -265,6 +272,8 @@ def judge_silent(
         return Signal.SUSPECT, "link", f"its daemon is silent, but {each.other} hears it: the link between is broken."
     daemon_state = "gone: its address refuses calls" if each.gone else "silent"
     knows_agent = each.agent.last_s is not None
+    if is_first and not knows_agent and not each.was_heard:
+        return Signal.SUSPECT, "unheard", UNHEARD
     if knows_agent and not each.agent.is_silent(now_s, silence_from_s):
         return Signal.SUSPECT, f"daemon {each.gone}", f"its daemon is {daemon_state}; its agent is not: the node lives."
     if not knows_agent and each.was_heard and not is_still:
@@ -345,6 +354,7 @@ class FailureDetector:
         self._silence_from_s = now_s  # silence counts from here
         self._term_began_s = now_s
         self._ring = ring_of(self.members)
+        self._first_neighbours = frozenset(self.watched_nodes())
         self._final: list[str] = []  # nodes with a final signal, in the order of their signals
 
     # Which nodes to call
@@ -460,7 +470,8 @@ class FailureDetector:
         for node in watched:
             if self._is_silent(node, now_s):
                 is_alone = len(watched) > 1 and not self._is_outlived(node, watched)
-                judgement = judge_silent(self.members[node], now_s, self._silence_from_s, is_alone, is_still)
+                is_first = node in self._first_neighbours
+                judgement = judge_silent(self.members[node], now_s, self._silence_from_s, is_alone, is_still, is_first)
                 changes += self._set_signal(node, *judgement, now_s)
             elif heard := judge_audible(self.members[node], now_s, self._silence_from_s):
                 changes += self._set_signal(node, *heard, now_s)

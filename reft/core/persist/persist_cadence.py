@@ -68,6 +68,15 @@ class PersistCadence:
         after = replace(self, given_up=max(step, self.given_up))
         return replace(after, requested=-1, flushes=False) if self.requested <= step else after
 
+    def found(self, age_s: float, now_s: float) -> PersistCadence:
+        """Returns the cadence, now that a checkpoint of this age was found on storage.
+
+        A coordinator that begins would else wait a whole interval. If nodes change more often than
+        that, there would be no checkpoint at all. A wrong clock makes one early at worst.
+        """
+        left_s = self.every_s - min(max(age_s, 0.0), self.every_s)
+        return replace(self, due_s=min(self.due_s, now_s + left_s))
+
     def next_epoch(self) -> PersistCadence:
         """Returns the cadence of the next epoch. The interval goes on: attaches may be frequent."""
         return PersistCadence(self.every_s, self.due_s)

@@ -232,4 +232,13 @@ def _remedy(job: str, inventory: Inventory) -> str:
         )
     nodes = ", ".join(inventory.silent)
     its = "its" if len(inventory.silent) == 1 else "their"
-    return f"start {nodes} and {its} reft-daemon again with the old slots, then start the job; if that memory is gone: {purge}"
+    cut_off = ""
+    if len(inventory.reports) == 1 and not any("refused" in why for why in inventory.silent.values()):
+        cut_off = (
+            f"look at reft-cli status {job} on {next(iter(inventory.silent))} first: if that node is well, the network "
+            "between cuts this node off, and nothing is lost. Else "
+        )
+    return (
+        f"{cut_off}start {nodes} and {its} reft-daemon again with the old slots, then start the job; "
+        f"if that memory is gone: {purge}"
+    )

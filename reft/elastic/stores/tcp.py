@@ -12,6 +12,8 @@ call for up to five minutes for the others to finish. Its keep-alives must not w
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
 import subprocess
 import sys
@@ -131,7 +133,7 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBa
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return TcpBackend(store, rendezvous_id), store
     is_host = parameters.get_as_bool("is_host")
-    if is_own_hostname(host) if is_host is None else is_host:
+    if _leads_here(host) if is_host is None else is_host:
         _ensure_host(host, port, number(parameters, "store_idle_exit"))
     try:
         store, other = _connected(host, port, timeout)
@@ -164,6 +166,36 @@ def _connected(host: str, port: int, timeout: timedelta) -> tuple[Store, Store]:
     ).done:  # longer than torch's timeout, since torch's error says more
         raise TimeoutError("a program that is no store listens there")
     return future.result()
+
+
+def _leads_here(host: str) -> bool:
+    """Returns whether the host of an endpoint is this machine: its name, or one of its addresses.
+
+    torch compares with the addresses of the machine's name alone: a second network card has others,
+    and a name that nothing resolves is an error there.
+    """
+    with contextlib.suppress(OSError):
+        if is_own_hostname(host):
+            return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_is_own(family, address) for family, _, _, _, address in found)
+
+
+def _is_own(family: int, address: Any) -> bool:
+    """Returns whether an interface of this machine has a socket's address.
+
+    Loopback does not count: behind it may lie a tunnel to the store's host.
+    """
+    number = ipaddress.ip_address(address[0].partition("%")[0])
+    if number.is_loopback or number.is_unspecified:
+        return False
+    with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        probe.bind(address)  # to port 0: any free one
+        return True
+    return False
 
 
 def _listens(host: str, port: int) -> bool:

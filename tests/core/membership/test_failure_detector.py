@@ -415,7 +415,18 @@ def test_a_node_that_was_never_heard_is_not_judged():
     cluster.run(JOIN_S - 1)
     assert cluster.seen("n0", "n2") is Signal.JOINING
     cluster.run(2)
-    assert cluster.anywhere(Signal.OFFLINE) == {("n0", "n2"), ("n1", "n2")}
+    assert cluster.anywhere(Signal.SUSPECT) >= {("n0", "n2"), ("n1", "n2")}
+
+
+@pytest.mark.parametrize("is_still", [False, True])
+def test_a_closed_port_gives_up_no_node_in_any_round(is_still):
+    """Only daemons and agents use the port: the ranks train on, and a restart would help nobody."""
+    cluster = Cluster(4)
+    cluster.isolate("n2")
+    cluster.still = set(cluster.nodes) if is_still else set()  # a long validation, for example
+    cluster.run(10 * JOIN_S)
+    assert not cluster.anywhere(Signal.OFFLINE)
+    assert cluster.kind("n0", "n2") == cluster.kind("n2", "n0") == "unheard"
 
 
 def test_a_daemon_that_was_down_when_the_round_began_stops_no_training():

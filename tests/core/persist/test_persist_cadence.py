@@ -62,3 +62,13 @@ def test_a_restarted_coordinator_goes_on_with_the_pinned_step():
 def test_the_interval_goes_on_over_an_attach():
     again = FRESH.end(7, True).request(Pins(0, 9), flush=True).next_epoch()
     assert again == FRESH, "steps of the earlier epoch are forgotten"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "due_s"),
+    [(0, 70), (20, 50), (60, 10), (1e9, 10), (-1e9, 70)],
+)
+def test_the_interval_counts_from_the_checkpoint_that_storage_has(age_s, due_s):
+    begun = PersistCadence(every_s=60, due_s=70)
+    assert begun.found(age_s, now_s=10).due_s == due_s
+    assert replace(begun, due_s=5).found(age_s, now_s=10).due_s == 5, "an attach delays no checkpoint"

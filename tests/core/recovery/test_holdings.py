@@ -59,6 +59,15 @@ def test_a_silent_node_may_bring_back_what_is_missing():
     )
 
 
+def test_a_node_that_hears_no_other_may_be_the_one_that_is_cut_off():
+    start, look = "start n1, n2 and their reft-daemon again", "look at reft-cli status job on n1 first"
+    silent = {"n1": "no answer in time", "n2": ""}
+    remedy = judge_holdings("job", inventory(silent=silent), RecoveryPlan(None), {}).remedy
+    assert remedy.startswith(look) and "nothing is lost. Else " + start in remedy
+    both = Inventory({each: NodeInventory(each, Decision(EPOCH, None), had_whole=True) for each in "ab"}, {}, silent)
+    assert judge_holdings("job", both, RecoveryPlan(None), {}).remedy.startswith(start)
+
+
 def test_a_node_that_refuses_the_token_is_to_be_asked_for_the_status():
     silent = {"n1": "", "n2": f"{UNPROVED} (UNAUTHENTICATED, unproved: a proof is needed.)"}
     holdings = judge_holdings("job", inventory(silent=silent), RecoveryPlan(None), {})

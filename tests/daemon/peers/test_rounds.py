@@ -16,11 +16,14 @@ from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.snapshot_interval import LEAD
 from reft.core.commit.version import Version
+from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.messages import outcome_from
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.peers import round_replicator
+from reft_daemon.peers.channels import UnprovedReply
+from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, SECURE_DEADLINE_S
 from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import Job, epoch_of, tcp_call, write
@@ -247,23 +250,68 @@ def test_a_daemon_with_another_authoritys_certificate_is_refused(start, trainer,
     assert job.whole(0) == job.whole(1) == -1
 
 
+class Holder:
+    """Channels to a node that keeps capsules, after the given errors; notes the deadlines."""
+
+    def __init__(self, *errors: grpc.RpcError) -> None:
+        self.errors, self.deadlines_s = list(errors), []
+
+    async def call(
+        self, node: pb.Node, tokens: object, stub: type, method: str, request: object, deadline_s: float, **_: bool
+    ) -> None:
+        self.deadlines_s.append(deadline_s)
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+def job_with_a_holder(messages_of_base: int) -> SimpleNamespace:
+    """Returns as much of a job as sends its base to its only holder."""
+    decision = messages.decision_to(Decision(epoch_of(2), Version(epoch_of(1), 3)))
+    record = SimpleNamespace(holders=[1], decision=decision, manifest=pb.Manifest(nodes=[pb.Node(), pb.Node()]))
+    batches = SimpleNamespace(batches_of_version=lambda slots, version: [[pb.CapsuleRecord()]] * messages_of_base)
+    slots = SimpleNamespace(all={})
+    return SimpleNamespace(record=record, epoch=epoch_of(2), id="job", slots=slots, capsule_replication=batches)
+
+
+def unavailable(text: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=text)
+
+
 async def test_attach_waits_longer_for_a_holder_than_training_does():
     """A holder that is only slow must not refuse the attach, and burn a restart."""
-    waited_s = []
+    holder = Holder()
+    await round_replicator.send_base_again(job_with_a_holder(messages_of_base=2), holder)
+    assert len(holder.deadlines_s) == 2
+    assert all(KEEP_DEADLINE_S < each <= SECURE_DEADLINE_S for each in holder.deadlines_s)
 
-    class Peers:
-        async def call(
-            self, node: pb.Node, tokens: object, stub: type, method: str, request: object, *more: float, **_: bool
-        ):
-            waited_s.extend(more)
 
-    base = Version(epoch_of(1), 3)
-    decision = messages.decision_to(Decision(epoch_of(2), base))
-    record = SimpleNamespace(holders=[1], decision=decision, manifest=pb.Manifest(nodes=[pb.Node(), pb.Node()]))
-    batches = SimpleNamespace(batches_of_version=lambda slots, version: [[pb.CapsuleRecord()]] * 2)
-    job = SimpleNamespace(
-        record=record, epoch=epoch_of(2), id="job", slots=SimpleNamespace(all={}), capsule_replication=batches
-    )
-    await round_replicator.send_base_again(job, Peers())
-    assert waited_s == [round_replicator.SECURE_DEADLINE_S] * 2
-    assert waited_s[0] > round_replicator.KEEP_DEADLINE_S
+@pytest.mark.parametrize("text", ["Stream removed (recvmsg:Connection timed out (110))", "connect() timed out"])
+async def test_attach_asks_a_holder_again_that_was_cut_off(text, monkeypatch):
+    """gRPC gives up a connection after 3 to 10 s; the network may be back within the deadline."""
+    monkeypatch.setattr(round_replicator, "RETRY_S", 0.0)
+    holder = Holder(unavailable(text), unavailable(text))
+    await round_replicator.send_base_again(job_with_a_holder(messages_of_base=1), holder)
+    assert len(holder.deadlines_s) == 3
+    assert holder.deadlines_s == sorted(holder.deadlines_s, reverse=True), "all tries share one deadline"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        unavailable("connect failed: Connection refused"),
+        unavailable("CERTIFICATE_VERIFY_FAILED"),
+        UnprovedReply(grpc.StatusCode.OK, "a reply"),
+    ],
+)
+async def test_attach_does_not_wait_for_a_holder_that_is_gone_or_a_stranger(error):
+    holder = Holder(error)
+    with pytest.raises(AttachError, match="does not keep the capsules of step 3"):
+        await round_replicator.send_base_again(job_with_a_holder(messages_of_base=1), holder)
+    assert len(holder.deadlines_s) == 1
+
+
+async def test_attach_stops_waiting_for_a_holder_at_the_deadline(monkeypatch):
+    monkeypatch.setattr(round_replicator, "SECURE_DEADLINE_S", 0.1)
+    holder = Holder(unavailable("connect() timed out"))
+    with pytest.raises(AttachError, match="and the network to it"):
+        await round_replicator.send_base_again(job_with_a_holder(messages_of_base=1), holder)

@@ -79,6 +79,26 @@ def test_each_interval_has_a_checkpoint_and_old_ones_are_removed(start, trainer,
     assert not job.folders(3) and job.status().every_s == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("clock_s", [-7200, 3600 * 24 * 365])
+def test_a_coordinator_that_restarts_within_each_interval_writes_checkpoints_all_the_same(
+    start, trainer, root, clock_s
+):
+    job = two_nodes(start, trainer, root, "--persist-every", "1h").begin()
+    job.seal(1)
+    assert job.persist().done
+    (manifest,) = root.rglob("MANIFEST.json")
+    moment_s = manifest.stat().st_mtime + clock_s
+    os.utime(manifest, (moment_s, moment_s))
+    job.daemons[0].kill()
+    job.daemons[0].start()
+    job.seal(2)
+    if clock_s < 0:
+        until(lambda: job.stored() == [1, 2], what="a checkpoint once the interval is over")
+    else:  # storage's clock was ahead: as if the checkpoint were new
+        until(lambda: job.status().persisted == 1, what="a look at storage")
+        assert job.stored() == [1] and job.status().age_s == 0
+
+
 def test_training_goes_on_while_storage_hangs_and_the_persisted_step_stays(start, trainer, root):
     job = two_nodes(start, trainer, root).begin()
     job.seal(1)

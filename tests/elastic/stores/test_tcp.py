@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -11,6 +14,15 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from reft.elastic.stores import tcp
 from reft.elastic.stores.tcp import PREFIX, TcpBackend
+from tests.support.daemons import ROOT
+from tests.support.netns import why_not
+
+# A machine with two network cards, whose name nothing resolves.
+TWO_CARDS = """
+hostname nobody-resolves-this && ip link set lo up && ip link add card type veth peer name other &&
+ip addr add 10.99.0.5/24 dev card && ip addr add 10.99.1.5/24 dev other && ip link set card up && exec "$@"
+"""
+LEADS_HERE = "import sys; from reft.elastic.stores.tcp import _leads_here; print(*map(_leads_here, sys.argv[1:]))"
 
 
 @pytest.fixture
@@ -64,3 +76,13 @@ def test_a_lost_store_is_asked_once(capfd):
         backend.set_state(b"one")
     assert str(second.value) == str(first.value)
     assert not capfd.readouterr().err, "torch prints twenty lines at each call, and agents call five times a second"
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"needs namespaces: {why_not()}")
+def test_each_address_of_the_machine_leads_here_also_if_its_name_leads_nowhere():
+    hosts = {"10.99.0.5": True, "10.99.1.5": True, "10.99.0.6": False, "0.0.0.0": False, "127.0.0.1": True,
+             "127.0.0.2": True, "localhost": True, "nosuch.invalid": False}  # fmt: skip
+    command = ["unshare", "--net", "--uts", "sh", "-c", TWO_CARDS, "sh", sys.executable, "-c", LEADS_HERE, *hosts]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'daemon'}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.split() == [str(each) for each in hosts.values()], done.stderr
