@@ -274,7 +274,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _removed(paths: Sequence[Path], remove: Callable[[Path], None], left: dict[str, str]) -> list[Path]:
-    """Removes folders or files; returns those that are gone, and notes in `left` why others stay."""
+    """Removes folders or files; returns those that are gone. `left` gets why others stay."""
     gone = []
     for path in paths:
         try:
