@@ -54,7 +54,7 @@ from reft_daemon.arena.job_files import (
 )
 from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.reserve import SpaceReserve
-from reft_daemon.arena.shortage import is_shortage
+from reft_daemon.arena.shortage import SHORTAGE_HINT, is_shortage
 from reft_daemon.arena.slices import run_at_once
 
 log = logging.getLogger("reft.daemon")
@@ -533,7 +533,9 @@ def _no_room_or_attach_error(error: OSError | RuntimeError, message: str, hint: 
 
     For NoRoom the daemon drops ended jobs, which helps against no other error.
     """
-    return NoRoom(message, hint) if _is_lack_of_room(error) else AttachError(message)
+    if _is_lack_of_room(error):
+        return NoRoom(message, hint)
+    return AttachError(message, SHORTAGE_HINT if is_shortage(error) else "")
 
 
 def _is_lack_of_room(error: Exception) -> bool:

@@ -226,6 +226,14 @@ def test_slots_leave_nothing_behind_if_no_thread_can_be_started(arena, monkeypat
     assert len(arena.create("job", 0, {"rank-0.slot-0": geometry}, [])) == 1
 
 
+def test_a_slot_without_a_free_descriptor_names_the_limit(arena, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        with pytest.raises(AttachError, match=r"can't be allocated: .*Too many open files") as caught:
+            arena.create("job", 0, {"rank-0.slot-0": Geometry(4096, 8 << 20, 4096)}, [])
+    assert "ulimit -n" in caught.value.hint and arena.held_bytes == 0
+
+
 def test_the_scrub_goes_on_if_no_thread_can_be_started(monkeypatch, caplog):
     monkeypatch.setattr(scrub, "NOTHING_S", 0)
     outcomes = iter((RuntimeError("can't start new thread"), 0))

@@ -212,6 +212,21 @@ def test_a_purge_ends_the_lineage_unless_only_memory_is_freed(start, trainer, ro
     assert job.store.lineage(LINEAGE).has_ended is not memory_only
 
 
+def test_a_purge_that_storage_stops_says_how_to_free_the_memory(start, trainer, root):
+    job = two_nodes(start, trainer, root).begin()
+    job.seal(1)
+    assert job.persist().done
+    trainer.kill()
+    until(lambda: not any(rank.alive for rank in job.daemons[0].status("job").ranks))
+    root.rename(root.with_name("away"))
+    with refused(Code.FAILED_PRECONDITION, "so nothing was freed: a later start under this name would go on"):
+        job.daemons[0].call("Purge", pb.PurgeRequest(job="job"), 30)
+    assert job.daemons[0].status("job").ranks
+    root.with_name("away").rename(root)
+    job.daemons[0].call("Purge", pb.PurgeRequest(job="job"), 30)
+    assert job.store.lineage(LINEAGE).has_ended
+
+
 def test_a_flush_on_sigterm_persists_the_newest_whole_step(start, trainer, root):
     job = two_nodes(start, trainer, root, "--flush-on-exit").begin()
     job.seal(1, 2, 3)
