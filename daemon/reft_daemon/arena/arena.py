@@ -171,7 +171,7 @@ class Arena:
 
     Raises:
         ConfigError: the folder can't be used, or holds files that no arena has made.
-        AttachError: another daemon uses the folder.
+        AttachError: another daemon uses the folder, or the file system takes no file.
     """
 
     def __init__(
@@ -181,7 +181,8 @@ class Arena:
         spare: SpareFiles = SpareFiles(),  # noqa: B008  frozen
         failpoints: Failpoints | None = None,
     ) -> None:
-        self.folder = claim_folder(folder)
+        with _naming_folder(folder):
+            self.folder = claim_folder(folder)
         if foreign := _foreign_name(folder):
             raise ConfigError(
                 f"{folder} holds files that are not reft's, such as {foreign}; slots would be mixed with them.",
@@ -193,7 +194,8 @@ class Arena:
         # held while slots are made: one request at a time checks for free memory and takes it
         self.allocation_lock = asyncio.Lock()
         self.pool = SparePool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
-        self._lock = lock_file(folder / "lock", "arena")
+        with _naming_folder(folder):
+            self._lock = lock_file(folder / "lock", "arena")
         self.reserve = SpaceReserve(folder)
         self.job_files = JobFiles(folder, self.write_files)
         self.node_id = self._node_id()
@@ -490,6 +492,20 @@ def _foreign_name(folder: Path) -> str:
         if path.name not in {*_OWN_FILES, *drafts} and not is_job_folder:
             return path.name
     return ""
+
+
+@contextlib.contextmanager
+def _naming_folder(folder: Path) -> Generator[None, None, None]:
+    """Turns an error of the file system into one with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        raise AttachError(
+            f"slots can't be made in {folder}: {error.strerror}.",
+            f"make {folder.parent} writable, and room in it, or name another tmpfs with --dir (REFT_DIR)",
+        ) from error
 
 
 def lock_file(path: Path, what: str) -> int:
