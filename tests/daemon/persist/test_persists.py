@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -174,6 +175,7 @@ def test_full_storage_is_said_and_the_next_request_succeeds(start, trainer, smal
     job.seal(1)
     reply = job.persist()
     assert not reply.done and "No space left on device" in reply.trouble
+    assert re.search(r"this node's part takes up to \d.* are free in .*Make room", reply.trouble), reply.trouble
     assert "step 1 is not on storage" in job.status().trouble
     assert not job.report(0, {}).pins.HasField("persist") and job.stored() == []
     assert not job.folders(1), "failed attempts leave nothing that fills the storage"
