@@ -114,7 +114,7 @@ class LogFileHandler(logging.handlers.RotatingFileHandler):
             super().emit(logging.makeLogRecord({**_FACTS, "msg": words, "args": (missing,)}))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Says once on stderr that the disk takes no lines, in place of a traceback for each."""
+        """Says once on stderr that the disk takes no lines: no traceback for each."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)

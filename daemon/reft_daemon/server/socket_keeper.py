@@ -158,7 +158,7 @@ class SocketKeeper:
 
 @contextlib.contextmanager
 def _naming_folder(path: Path) -> Iterator[None]:
-    """Turns an error of the file system, which may name no file, into one with a remedy."""
+    """Turns an error of the file system into one that names the folder."""
     try:
         yield
     except OSError as error:

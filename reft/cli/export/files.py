@@ -84,7 +84,7 @@ def named_at_the_end(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _saying_where(path: Path) -> Iterator[None]:
-    """Turns an error of the file system into one that names the export and a remedy."""
+    """Turns an error of the file system into one with a remedy."""
     try:
         yield
     except OSError as error:
