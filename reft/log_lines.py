@@ -17,6 +17,7 @@ So nobody can push a field out of the line by a long name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.handlers
@@ -33,6 +34,7 @@ audit_log = logging.getLogger("reft.audit")
 LINE_MAX: Final = 4096  # characters of a message; tracebacks come behind it, whole
 ESCAPE_MAX: Final = 12  # characters of JSON that stand for one: two surrogates
 FILE_BYTES: Final = 16 << 20
+_FACTS: Final = {"name": "reft.daemon", "levelno": logging.ERROR, "levelname": "ERROR"}
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 # C0 and C1, and what changes the order or the lines of a text: separators, marks of direction
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -99,7 +101,31 @@ class LogFileHandler(logging.handlers.RotatingFileHandler):
     """
 
     def __init__(self, path: Path) -> None:
+        self._missing = 0  # lines that the disk did not take since the last one that it took
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a line. After lines that the disk did not take, another one says so."""
+        missing = self._missing
+        super().emit(record)
+        if missing and self._missing == missing:
+            self._missing = 0
+            words = "up to %d lines before the last one are missing: the log could not be written"
+            super().emit(logging.makeLogRecord({**_FACTS, "msg": words, "args": (missing,)}))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Says once on stderr that the disk takes no lines: no traceback for each."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._missing += 1
+        if self._missing == 1:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may lie there, too, or be closed
+                sys.stderr.write(
+                    f"the log {self.baseFilename} can't be written: {error.strerror}. Lines are missing until it can; "
+                    "make room there, or name another file (--log)\n"
+                )
 
     def _open(self) -> TextIOWrapper:
         def create(path: str, flags: int) -> int:
@@ -125,7 +151,8 @@ class LogFileHandler(logging.handlers.RotatingFileHandler):
         try:
             earlier, self.stream = self.stream, self._open()  # stays as it is if the path can't be opened
             if earlier is not None:
-                earlier.close()
+                with contextlib.suppress(OSError):  # a full disk takes its last bytes no more
+                    earlier.close()
         finally:
             self.release()
 

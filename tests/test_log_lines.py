@@ -121,6 +121,34 @@ def test_a_log_goes_on_where_its_folder_takes_no_second_file(tmp_path, monkeypat
     assert 2000 < max(sizes) < 4000 + 100, "a line more at most"
 
 
+def test_a_log_on_a_full_disk_says_so_once_and_then_how_many_lines_are_missing(tmp_path, capfd):
+    handler = LogFileHandler(Path("/dev/full"))
+    handler.setFormatter(LineFormatter())
+
+    def write(number: int) -> None:
+        handler.handle(logging.LogRecord("reft", logging.INFO, "", 0, f"line {number}", (), None))
+
+    for number in range(20):
+        write(number)
+    words = capfd.readouterr().err
+    assert words.count("\n") == 1 and "the log /dev/full can't be written: No space left on device" in words
+    handler.baseFilename = str(tmp_path / "log")
+    handler.reopen()
+    for number in (20, 21):
+        write(number)
+    handler.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.partition("reft")[2].strip(" .") for line in (lines[0], *lines[2:])] == ["line 20", "line 21"]
+    assert "up to 20 lines" in lines[1] and capfd.readouterr().err == ""
+
+
+def test_a_wrong_record_still_names_its_line(capfd):
+    """A mistake in the code is no full disk."""
+    handler = LogFileHandler(Path(os.devnull))
+    handler.handle(logging.LogRecord("reft", logging.INFO, "", 0, "%d", ("x",), None))
+    assert "TypeError" in capfd.readouterr().err
+
+
 def test_every_program_of_the_daemon_logs_this_way():
     sources = [
         path for name in ("daemon", "reft") for path in (Path(log_lines.__file__).parents[1] / name).rglob("*.py")

@@ -696,7 +696,7 @@ def misused(as_json: bool) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EPIPE:  # the reader, for example head, has ended: click exits without a message
             raise
-        text = f"the output can't be written: {error}."
+        text = f"the output can't be written: {error}." if error.filename is None else f"{error}."
         _say_error(text, "", EXIT_FAILED) if as_json else click.echo(f"reft-cli: {text}", err=True)
         # Python writes its buffer again at exit. That would fail too, with exit code 120.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,7 +20,7 @@ import shutil
 import signal
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -213,22 +213,19 @@ class PurgeAllCommand:
             self._check_mapped(slots)
             folders, left = [], self._others()
             if slots == self._slots and slots.exists():
-                shutil.rmtree(slots)
-                folders.append(slots)
+                folders += _removed([slots], shutil.rmtree, left)
             elif slots.exists():  # --dir named it; an arena that is empty removes its folder
                 left[str(slots)] = f"files there are not reft's; if you need none of them: rm -r {slots}"
             folder, name = self._socket.parent, self._socket.name
             is_own = folder == self._runtime_dir
             patterns = (name, f"{name}.ln", self._lock.name, *(OWN_FILES if is_own else ()))
-            files = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-            for path in files:
-                path.unlink(missing_ok=True)
+            found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+            files = _removed(found, lambda path: path.unlink(missing_ok=True), left)
         if is_own and folder.exists():
-            if rest := sorted(path.name for path in folder.iterdir()):
+            if rest := sorted(path.name for path in folder.iterdir() if str(path) not in left):
                 left[str(folder)] = f"{rest[0]} there is not reft's"
-            else:
-                folder.rmdir()
-                files = [folder]
+            elif len(files) == len(found):
+                files = _removed([folder], Path.rmdir, left) or files
         return tuple(map(str, [*folders, *files])), left
 
     def _others(self) -> dict[str, str]:
@@ -274,6 +271,18 @@ def _is_own_folder(path: Path) -> bool:
     except OSError:  # gone by now
         return False
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+
+
+def _removed(paths: Sequence[Path], remove: Callable[[Path], None], left: dict[str, str]) -> list[Path]:
+    """Removes folders or files; returns those that are gone. `left` gets why others stay."""
+    gone = []
+    for path in paths:
+        try:
+            remove(path)
+            gone.append(path)
+        except OSError as error:  # such as a read-only file system
+            left[str(path)] = f"it can't be removed: {error.strerror}; once it can, run this command again"
+    return gone
 
 
 @contextlib.contextmanager

@@ -13,13 +13,14 @@ stopped.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ IDLE_EXIT_S = 600  # a daemon that a trainer or an agent started leaves so long 
 # listens.
 START_DEADLINE_S = 30.0
 HELLO_DEADLINE_S = 5.0
+LOCK_DEADLINE_S = 60.0  # for another process of this node, which starts a daemon or purges
+LOCK_PAUSE_S = 0.05
 # Time for a named daemon to be started by its owner, beside an agent, or after it died with
 # trainers.
 BACK_S = 15.0
@@ -106,7 +109,13 @@ def find(
     try:
         return address, hello(address, answer_s, job=job, call=call)
     except DaemonUnavailable:
-        return address, _start(folder, address, flags)
+        try:
+            return address, _start(folder, address, flags, min(LOCK_DEADLINE_S, config.attach_deadline_s))
+        except OSError as error:
+            raise DaemonUnavailable(
+                f"a reft-daemon could not be started: {error}.",
+                f"make {folder} writable, and room in it, or set REFT_RUNTIME_DIR to another folder",
+            ) from error
 
 
 def own_folder(folder: Path) -> Path:
@@ -121,10 +130,39 @@ def own_folder(folder: Path) -> Path:
         raise ConfigError(f"the runtime folder {folder} can't be made: {error}.", "set REFT_RUNTIME_DIR") from error
 
 
-def _start(folder: Path, address: str, flags: Sequence[str]) -> pb.HelloReply:
-    """Starts a daemon, unless another process of this node was faster."""
-    with open(folder / "start.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+@contextlib.contextmanager
+def _locked(path: Path, wait_s: float) -> Iterator[None]:
+    """Holds the lock that lets one process of this node start a daemon.
+
+    Raises:
+        DaemonUnavailable: another process has held the lock for `wait_s`; it may be stopped.
+        OSError: the file can't be made.
+    """
+    with open(path, "w") as lock:
+        end_s = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end_s:
+                    raise DaemonUnavailable(
+                        f"another process of this node has locked {path} for {wait_s:g} s: it starts a reft-daemon, "
+                        "or is stopped.",
+                        f"see which one it is (fuser {path}), let it go on or end it, then try again",
+                    ) from None
+                time.sleep(LOCK_PAUSE_S)
+        yield
+
+
+def _start(folder: Path, address: str, flags: Sequence[str], wait_s: float) -> pb.HelloReply:
+    """Starts a daemon, unless another process of this node was faster.
+
+    Raises:
+        DaemonUnavailable: it does not answer in time, or another process holds the lock.
+        OSError: lock or log can't be opened, or no process can be made.
+    """
+    with _locked(folder / "start.lock", wait_s):
         try:
             return hello(address)
         except DaemonUnavailable:

@@ -101,6 +101,16 @@ def test_files_of_others_stay_and_are_named(place):
     assert os.listdir(place) == ["notes.txt"] and str(place / "daemon.log") in result.removed
 
 
+def test_files_that_the_disk_keeps_are_named_and_all_others_removed(place):
+    """As on a read-only disk: unlink can't remove a folder."""
+    slot = leave_behind(place)
+    (place / "daemon.log").unlink()
+    (place / "daemon.log").mkdir()
+    result = purge_all(place)
+    assert "can't be removed" in result.left[str(place / "daemon.log")]
+    assert os.listdir(place) == ["daemon.log"] and not slot.exists() and str(slots_of(place)) in result.removed
+
+
 def test_slots_of_another_socket_are_named_not_removed(place):
     other = slots_of(place / "other")
     leave_behind(place / "other")

@@ -113,6 +113,25 @@ def test_a_folder_that_other_users_could_use_is_refused(tmp_path, which, kind):
     assert not (home / "d.sock").exists() and not (arena / "node-id").exists()
 
 
+@pytest.mark.parametrize(
+    ("in_the_way", "words"),
+    [("home/d.sock.lock", "--socket"), ("arena/lock", "--dir"), ("home", "--socket"), ("arena", "--dir")],
+)
+def test_a_file_system_that_takes_no_file_is_named_with_a_remedy(tmp_path, in_the_way, words):
+    """As a full or read-only one: a folder lies in the way of a file, or a file above a folder."""
+    for name in ("home", "arena"):
+        (tmp_path / name).mkdir(mode=0o700)
+    (tmp_path / "arena/node-id").write_text("0" * 16)
+    if "/" in in_the_way:
+        (tmp_path / in_the_way).mkdir()
+        code, text = run(*flags(tmp_path / "home", tmp_path / "arena"))
+    else:
+        (tmp_path / "file").touch()
+        places = {"home": tmp_path / "home", "arena": tmp_path / "arena"} | {in_the_way: tmp_path / "file" / "below"}
+        code, text = run(*flags(places["home"], places["arena"]))
+    assert code == 1 and words in text and "can't be made in" in text
+
+
 @pytest.mark.parametrize("theirs", ["model.pt", "data/part-0", ".hidden"])
 def test_a_folder_with_foreign_files_is_refused_and_unchanged(tmp_path, theirs):
     path = tmp_path / "arena" / theirs

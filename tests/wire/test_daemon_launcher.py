@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import threading
 from types import SimpleNamespace
 
@@ -109,3 +110,27 @@ def test_restarts_pause_between_attempts(tried, address, monkeypatch, caplog):
     monkeypatch.setattr(daemon_launcher.time, "monotonic", lambda: now_s + daemon_launcher.PAUSE_S)
     refuse(restarter, address)
     assert len(tried) == 2
+
+
+def own(tmp_path, **settings) -> Config:
+    """Settings of a user whose runtime folder holds no daemon."""
+    return Config(runtime_dir=str(tmp_path), daemon="", **settings)
+
+
+def test_a_process_that_starts_no_daemon_and_never_ends_holds_nobody_up(tmp_path):
+    """A stopped trainer, for example, keeps the lock as long as it is stopped."""
+    tmp_path.chmod(0o700)
+    with open(tmp_path / "start.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DaemonUnavailable, match=r"locked .*/start.lock for 0.2 s") as caught:
+            daemon_launcher.find(own(tmp_path, attach_deadline_s=0.2))
+    assert "fuser" in caught.value.hint
+
+
+def test_a_folder_in_which_no_daemon_can_be_started_is_named_with_a_remedy(tmp_path):
+    """As on a read-only file system: a folder lies where the lock would be made."""
+    tmp_path.chmod(0o700)
+    (tmp_path / "start.lock").mkdir()
+    with pytest.raises(DaemonUnavailable, match=r"could not be started: .*start.lock") as caught:
+        daemon_launcher.find(own(tmp_path))
+    assert "REFT_RUNTIME_DIR" in caught.value.hint

@@ -54,7 +54,7 @@ from reft_daemon.arena.job_files import (
 )
 from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.reserve import SpaceReserve
-from reft_daemon.arena.shortage import is_shortage
+from reft_daemon.arena.shortage import SHORTAGE_HINT, is_shortage
 from reft_daemon.arena.slices import run_at_once
 
 log = logging.getLogger("reft.daemon")
@@ -171,7 +171,7 @@ class Arena:
 
     Raises:
         ConfigError: the folder can't be used, or holds files that no arena has made.
-        AttachError: another daemon uses the folder.
+        AttachError: another daemon uses the folder, or the file system takes no file.
     """
 
     def __init__(
@@ -181,7 +181,8 @@ class Arena:
         spare: SpareFiles = SpareFiles(),  # noqa: B008  frozen
         failpoints: Failpoints | None = None,
     ) -> None:
-        self.folder = claim_folder(folder)
+        with _naming_folder(folder):
+            self.folder = claim_folder(folder)
         if foreign := _foreign_name(folder):
             raise ConfigError(
                 f"{folder} holds files that are not reft's, such as {foreign}; slots would be mixed with them.",
@@ -193,7 +194,8 @@ class Arena:
         # held while slots are made: one request at a time checks for free memory and takes it
         self.allocation_lock = asyncio.Lock()
         self.pool = SparePool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
-        self._lock = lock_file(folder / "lock", "arena")
+        with _naming_folder(folder):
+            self._lock = lock_file(folder / "lock", "arena")
         self.reserve = SpaceReserve(folder)
         self.job_files = JobFiles(folder, self.write_files)
         self.node_id = self._node_id()
@@ -492,6 +494,20 @@ def _foreign_name(folder: Path) -> str:
     return ""
 
 
+@contextlib.contextmanager
+def _naming_folder(folder: Path) -> Generator[None, None, None]:
+    """Turns an error of the file system into one with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        raise AttachError(
+            f"slots can't be made in {folder}: {error.strerror}.",
+            f"make {folder.parent} writable, and room in it, or name another tmpfs with --dir (REFT_DIR)",
+        ) from error
+
+
 def lock_file(path: Path, what: str) -> int:
     """Returns a descriptor that holds the lock on `path` until the descriptor is closed.
 
@@ -533,7 +549,9 @@ def _no_room_or_attach_error(error: OSError | RuntimeError, message: str, hint: 
 
     For NoRoom the daemon drops ended jobs, which helps against no other error.
     """
-    return NoRoom(message, hint) if _is_lack_of_room(error) else AttachError(message)
+    if _is_lack_of_room(error):
+        return NoRoom(message, hint)
+    return AttachError(message, SHORTAGE_HINT if is_shortage(error) else "")
 
 
 def _is_lack_of_room(error: Exception) -> bool:

@@ -12,6 +12,7 @@ import resource
 
 from reft.errors import AttachError
 
+SHORTAGE_HINT = "see the limits of reft-daemon (ulimit -n), or try again"
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -22,9 +23,7 @@ def is_shortage(error: Exception) -> bool:
 
 def shortage_error(error: OSError) -> AttachError:
     """Returns the error for a caller: the system refused a call that the daemon needed."""
-    return AttachError(
-        f"the daemon can't do this now: {error}.", "see the limits of reft-daemon (ulimit -n), or try again"
-    )
+    return AttachError(f"the daemon can't do this now: {error}.", SHORTAGE_HINT)
 
 
 def take_all_descriptors() -> None:

@@ -18,6 +18,7 @@ import errno
 import itertools
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from reft.config import child_environment
@@ -83,6 +85,7 @@ class ChildProcess:
         self.running: RunningProcess | None = None
         self._command = command
         self._ended: subprocess.Popen[bytes] | None = None  # killed, and perhaps not yet dead
+        self._ends_itself: RunningProcess | None = None  # its channel has ended, and nobody here had killed it
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._started_s = -EARLY_S
@@ -150,6 +153,7 @@ class ChildProcess:
         except OSError:
             pass
         log.warning("%s pid=%d has ended", self.name, running.process.pid)
+        self._ends_itself = running
         self.end(running)
 
     def _take(self, running: RunningProcess, message: ControlMessage, descriptors: Sequence[int]) -> None:
@@ -188,7 +192,15 @@ class ChildProcess:
                 answer.exception()  # marks it as retrieved: nobody may wait for it
         running.waiting.clear()
         # A thread that nobody joins: a process that waits for a device in the kernel may not end.
-        threading.Thread(target=running.process.wait, name=f"reft-{self.name}", daemon=True).start()
+        reap = running.process.wait if self._ends_itself is not running else partial(self._log_end, running.process)
+        threading.Thread(target=reap, name=f"reft-{self.name}", daemon=True).start()
+
+    def _log_end(self, process: subprocess.Popen[bytes]) -> None:
+        """Logs how a process has ended that nobody here had told to end."""
+        code = process.wait()
+        why = "the kernel sends it where memory is short: see dmesg" if code == -signal.SIGKILL else ""
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        log.warning("%s pid=%d ended %s%s", self.name, process.pid, how, f"; {why}" if why else "")
 
     @property
     def lingers(self) -> bool:

@@ -202,7 +202,16 @@ class PersistService:
         """
         if self._persister is not None and is_lineage(job.record.manifest.lineage):
             decision = messages.decision_from(job.record.decision) if job.record.HasField("decision") else None
-            if not await self._persister.end(job.id, job.record.manifest.lineage, decision):
+            try:
+                is_marked = await self._persister.end(job.id, job.record.manifest.lineage, decision)
+            except StorageFailed as error:
+                raise StorageFailed(
+                    f"{self._persister.root} takes no mark that job {job.id} has ended, so nothing was freed: a later "
+                    f"start under this name would go on from its checkpoints. {error.message}",
+                    "repair the storage, then purge again; to free the memory at once, end this daemon, start it "
+                    "without --persist, and purge then: the checkpoints count on",
+                ) from error
+            if not is_marked:
                 log.warning("job=%s went on without this node: its checkpoints on storage stay", job.id)
 
     async def request(self, job: JobRecord, request: pb.PersistJobRequest) -> pb.PersistJobReply:

@@ -9,6 +9,7 @@ A large answer is the text of a memfd, whose descriptor is passed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
+from reft.core.budget import format_bytes
 from reft.core.commit.decision import Decision
 from reft.core.persist.retention import RetentionSettings
 from reft.errors import FormatError, ReftError
@@ -146,6 +148,8 @@ class StorageServer:
         except (ReftError, OSError) as error:
             if not isinstance(error, FileExistsError):  # else the files are another writer's
                 store.discard_node(*place)
+            if (no_room := no_room_error(error, self._root.address(), descriptors)) is not None:
+                raise no_room from error
             raise
         return {"index_digest": node.index_digest}, []
 
@@ -260,6 +264,25 @@ def _memfd(text: bytes) -> int:
     with open(descriptor, "wb", closefd=False) as file:
         file.write(text)
     return descriptor
+
+
+def no_room_error(error: Exception, root: str, descriptors: Sequence[int]) -> OSError | None:
+    """Returns the error of a full folder, with what is needed and free; None: it is not full.
+
+    Call it once the files of the failed try are removed: the next one has that room, too.
+    """
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    try:
+        free = os.statvfs(root)
+    except OSError:  # an object store
+        return None
+    need = format_bytes(sum(os.fstat(each).st_size for each in descriptors))
+    return OSError(
+        error.errno,
+        f"{error.strerror}: this node's part takes up to {need}, and {format_bytes(free.f_bavail * free.f_frsize)} are free "
+        f"in {root}. Make room there; an old checkpoint goes only after a newer one is complete",
+    )
 
 
 def text_of(descriptor: int) -> bytes:

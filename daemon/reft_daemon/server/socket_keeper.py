@@ -13,17 +13,19 @@ next daemon tells it there that the protocols differ.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from reft.errors import ConfigError, ReftError
+from reft.errors import AttachError, ConfigError, ReftError
 from reft.folders import claim_folder
 from reft.wire.tls import Tls
 from reft_daemon.arena.arena import lock_file
+from reft_daemon.arena.shortage import is_shortage
 from reft_daemon.registry import Registry
 from reft_daemon.server.acceptor import AcceptorThread
 from reft_daemon.server.callers import Door
@@ -47,13 +49,14 @@ class SocketKeeper:
 
     Raises:
         ConfigError: the folder can't be used.
-        AttachError: another daemon serves there.
+        AttachError: another daemon serves there, or the file system takes no file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self.local_path, self._private_path = path, _with_suffix(path, ".ln"), _with_suffix(path, ".in")
         self._lock = -1
-        self._claim()
+        with _naming_folder(path):
+            self._claim()
         self._server: RelayedServer | None = None
         self._remote: RelayedServer | None = None
         self._listeners: list[socket.socket] = []
@@ -85,9 +88,13 @@ class SocketKeeper:
             registry: the jobs of this daemon.
             services: full name of a service → the object with its methods. Both doors share them.
             tls: certificates for TCP; None: without TLS.
+
+        Raises:
+            AttachError: the sockets can't be made.
         """
         self._registry, self._services = registry, services
-        await self._open_local()
+        with _naming_folder(self._path):
+            await self._open_local()
         if self._listeners:
             remote = server(Door.REMOTE)
             serve(remote, Door.REMOTE, registry, services, self.thread.callers, tls)
@@ -147,6 +154,20 @@ class SocketKeeper:
         """Ends the thread, and releases the lock, so that the next daemon can serve here."""
         self.thread.close()
         os.close(self._lock)
+
+
+@contextlib.contextmanager
+def _naming_folder(path: Path) -> Iterator[None]:
+    """Turns an error of the file system into one that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        raise AttachError(
+            f"the daemon's sockets can't be made in {path.parent}: {error.strerror or error}.",
+            "make that folder writable, and room in it, or name another path with --socket (REFT_SOCKET)",
+        ) from error
 
 
 def _with_suffix(path: Path, suffix: str) -> Path:

@@ -87,7 +87,7 @@ class ExportCommand:
         Raises:
             UnsupportedState: a weight can't be exported; it is named.
             DamagedSlot: a source is damaged, and nothing else holds the same.
-            ReftError, OSError: nothing is left under `path`.
+            ReftError: nothing is left under `path`.
         """
         damage: DamagedSlot | None = None
         for _ in range(TRIES_MAX):

@@ -10,6 +10,7 @@ dcp           made by a process with torch (`reft.client.state.dcp_skeleton`)
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -60,24 +61,38 @@ def named_at_the_end(path: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: `path` is there already, or its folder is not.
-        OSError: the folder can't be made, or the files can't be brought to the disk.
+        AttachError: the folder can't be made, or the files can't be brought to the disk.
     """
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists.", "another --to; an export never overwrites anything")
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent} is no folder.", "make it first, or correct --to")
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    with _saying_where(path):
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            os.chmod(folder, 0o777 & ~_umask())
+            yield folder
+            for each in sorted(folder.iterdir()):
+                sync(each)
+            sync(folder)
+            os.rename(folder, path)
+            sync(path.parent)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _saying_where(path: Path) -> Iterator[None]:
+    """Turns an error of the file system into one with a remedy."""
     try:
-        os.chmod(folder, 0o777 & ~_umask())
-        yield folder
-        for each in sorted(folder.iterdir()):
-            sync(each)
-        sync(folder)
-        os.rename(folder, path)
-        sync(path.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise ConfigError(f"{path} was made meanwhile, perhaps by another export.", "another --to") from error
+        raise AttachError(
+            f"the export can't be written to {path}: {error}.", "make room or repair the disk, or name another --to"
+        ) from error
 
 
 def sync(path: Path) -> None:
@@ -120,7 +135,7 @@ def reserve_blocks(descriptor: int, nbytes: int) -> None:
     except OSError as error:
         free = os.fstatvfs(descriptor)
         room = f"a file of the export takes {format_bytes(nbytes)}, and {format_bytes(free.f_bavail * free.f_frsize)} are free"
-        raise OSError(error.errno, f"{error.strerror}: {room}. Free some, or name another --to") from error
+        raise OSError(error.errno, f"{error.strerror}: {room}") from error
 
 
 def nbytes_of(tensor: ExportTensor) -> int:
@@ -192,6 +207,7 @@ def dcp_files(folder: Path, tensors: Sequence[ExportTensor]) -> list[TensorRange
 
     Raises:
         AttachError: the process with torch failed, or did not end in time.
+        OSError: the disk is full.
     """
     rows = [[f"{'model' if each.is_weight else 'optimizer'}.{each.name}", each.dtype, each.shape] for each in tensors]
     environment = child_environment(PYTHONPATH=os.pathsep.join(os.path.abspath(each) for each in sys.path if each))
@@ -203,6 +219,8 @@ def dcp_files(folder: Path, tensors: Sequence[ExportTensor]) -> list[TensorRange
     except subprocess.TimeoutExpired as error:
         raise AttachError(f"torch did not make the files within {SKELETON_S:g} s.", "--format safetensors") from error
     except subprocess.CalledProcessError as error:
+        if not os.statvfs(folder).f_bavail:  # torch's own words about a full disk help nobody
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise AttachError(
             f"torch did not make the files: {error.stderr.strip()[-500:]}", "--format safetensors"
         ) from error

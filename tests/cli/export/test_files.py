@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from reft.cli.export import files
 from reft.cli.export.files import named_at_the_end, reserve, safetensors_files
 from reft.core.layout.layout import Leaf, strides_of
 from reft.core.recovery.export_match import ExportTensor
-from reft.errors import ConfigError, UnsupportedState
+from reft.errors import AttachError, ConfigError, UnsupportedState
 from tests.support.commands import ROOT
 
 PROGRAM = """
@@ -100,6 +101,21 @@ def test_full_disk_is_an_error_before_any_write(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(files.os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
         reserve(tmp_path / "file", b"head", 1 << 20)
+
+
+def test_disk_that_takes_no_file_is_named_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(AttachError, match=r"can't be written to .*/out: .*No space") as caught:
+        with named_at_the_end(tmp_path / "out"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert "--to" in caught.value.hint and os.listdir(tmp_path) == []
+
+
+def test_of_two_exports_to_one_path_the_slower_one_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="was made meanwhile"), named_at_the_end(tmp_path / "out") as folder:
+        (folder / "file").touch()
+        with named_at_the_end(tmp_path / "out") as faster:
+            (faster / "file").write_text("faster")
+    assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "file").read_text() == "faster"
 
 
 def test_shards_hold_whole_tensors(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from reft.errors import AttachError
 from reft_daemon.child.child_process import CANCEL_S, ChildGone, ChildProcess, RunningProcess
 from reft_daemon.child.control_channel import DESCRIPTORS_MAX, receive_message, send_message
 from reft_daemon.persist.persister import STALL_S, Persister
+from tests.support.daemons import until
 
 
 def with_child(
@@ -238,6 +239,22 @@ class StuckProcess:
     def wait(self, timeout: float | None = None) -> int:
         self.may_end.wait(timeout)
         return -9
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os.kill(os.getpid(), 9)", "ended by signal 9; the kernel sends it where memory is short"),
+        ("os._exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_the_log_says_how_a_child_has_ended_by_itself(caplog: pytest.LogCaptureFixture, end: str, words: str) -> None:
+    async def run() -> None:
+        with pytest.raises(ChildGone, match="ended before it answered"):
+            await ChildProcess("child", ["-c", f"import os; {end}"]).ensure()
+
+    asyncio.run(run())
+    until(lambda: words in caplog.text, what="the line of the log")
 
 
 def test_callers_that_give_up_waiting_for_a_stuck_process_keep_no_thread():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -194,6 +195,7 @@ def test_full_storage_is_said_and_the_next_request_succeeds(start, trainer, smal
     job.seal(1)
     reply = job.persist()
     assert not reply.done and "No space left on device" in reply.trouble
+    assert re.search(r"this node's part takes up to \d.* are free in .*Make room", reply.trouble), reply.trouble
     assert "step 1 is not on storage" in job.status().trouble
     assert not job.report(0, {}).pins.HasField("persist") and job.stored() == []
     assert not job.folders(1), "failed attempts leave nothing that fills the storage"
@@ -230,6 +232,21 @@ def test_a_purge_ends_the_lineage_unless_only_memory_is_freed(start, trainer, ro
     assert not job.store.lineage(LINEAGE).has_ended
     job.daemons[0].call("Purge", pb.PurgeRequest(job="job", memory_only=memory_only), 30)
     assert job.store.lineage(LINEAGE).has_ended is not memory_only
+
+
+def test_a_purge_that_storage_stops_says_how_to_free_the_memory(start, trainer, root):
+    job = two_nodes(start, trainer, root).begin()
+    job.seal(1)
+    assert job.persist().done
+    trainer.kill()
+    until(lambda: not any(rank.alive for rank in job.daemons[0].status("job").ranks))
+    root.rename(root.with_name("away"))
+    with refused(Code.FAILED_PRECONDITION, "so nothing was freed: a later start under this name would go on"):
+        job.daemons[0].call("Purge", pb.PurgeRequest(job="job"), 30)
+    assert job.daemons[0].status("job").ranks
+    root.with_name("away").rename(root)
+    job.daemons[0].call("Purge", pb.PurgeRequest(job="job"), 30)
+    assert job.store.lineage(LINEAGE).has_ended
 
 
 def test_a_flush_on_sigterm_persists_the_newest_whole_step(start, trainer, root):
