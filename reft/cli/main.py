@@ -297,7 +297,7 @@ def purge(job: str, all_jobs: bool, yes: bool, as_json: bool, daemon: str | None
         others, step = [], "its record is damaged"
         if not reply.damaged:
             view = status_view.job_view(reply.jobs[0], surveys(address, reply).get(job))
-            others = [node.node for node in view.nodes if node.node != reply.node]
+            others = status_view.other_nodes(reply, (node.node for node in view.nodes))
             step = "no whole step" if view.whole is None else f"step {view.whole}"
         if not yes:
             _confirm(f"Free the memory of job {job} on {reply.node} ({step})?", as_json)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reft.cli.ask import NoSuchJob, ask
+from reft.cli.status_view import other_nodes
 from reft.cli.storage import STORED_S
 from reft.cli.survey import SURVEY_DEADLINE_S
 from reft.config import Config, slots_folder
@@ -148,7 +149,7 @@ class PurgeAllCommand:
                 )
         others = {rank.node for job in reply.jobs for rank in job.ranks}
         others |= {node for job in reply.jobs for node in job.silent_nodes}
-        return PurgeResult(reply.node, freed, reply.pid, has_ended, removed, left, tuple(sorted(others - {reply.node})))
+        return PurgeResult(reply.node, freed, reply.pid, has_ended, removed, left, tuple(other_nodes(reply, others)))
 
     def _status(self) -> pb.StatusReply | None:
         try:

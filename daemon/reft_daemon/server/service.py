@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from reft.core.commit.gradient_records import RECORD_SLOTS_MAX
 from reft.core.membership.job_identity import check_name
+from reft.core.recovery.inventory import unique_names
 from reft.core.recovery.survey_timeout import WHOLE_S, survey_timeout_s
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.log_lines import audit
@@ -416,6 +417,8 @@ class DaemonService(pb_grpc.DaemonServicer):
         """Adds the status of the job's other daemons; names those that don't answer."""
         manifest = job.record.manifest
         others = [node for i, node in enumerate(manifest.nodes) if i != job.record.node_index]
+        names = unique_names({node.id: node.name for node in manifest.nodes})
+        name_ranks(status, names.get(self._registry.arena.node_id, ""))
         request, tokens = pb.StatusRequest(job=job.id), messages.known_tokens(manifest)
         gravest = {each.node_id: each for each in status.signals}
 
@@ -432,10 +435,13 @@ class DaemonService(pb_grpc.DaemonServicer):
 
         for node, theirs in zip(others, await call_paced(ask, others), strict=True):
             if theirs is None:
-                status.silent_nodes.append(node.name)
+                status.silent_nodes.append(names[node.id])
             else:
+                name_ranks(theirs, names[node.id])
                 merge_status(status, theirs)
                 await asyncio.sleep(0)  # other calls go on between thousands of nodes
+        for node_id, each in gravest.items():
+            each.node = names.get(node_id, each.node)
         signals = list(gravest.values())
         del status.signals[:]
         status.signals.extend(signals)
@@ -539,6 +545,17 @@ def merge_signals(gravest: dict[str, pb.NodeSignal], theirs: Iterable[pb.NodeSig
     for each in theirs:
         if each.node_id not in gravest or each.signal > gravest[each.node_id].signal:
             gravest[each.node_id] = each
+
+
+def name_ranks(status: pb.JobStatus, node: str) -> None:
+    """Gives the ranks of one daemon the name of their node that is unique in the job.
+
+    Args:
+        status: as that daemon reports it.
+        node: the unique name; empty: not known.
+    """
+    for rank in status.ranks:
+        rank.node = node or rank.node
 
 
 def merge_status(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
