@@ -25,6 +25,7 @@ from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
+from reft_daemon.arena.arena import WEAKEST_FIRST
 from reft_daemon.arena.headers import header_messages, header_of, sealed_versions
 from reft_daemon.jobs import capsules, rounds, slot_reads, trainers
 from reft_daemon.jobs.inventory import fill_inventory
@@ -416,9 +417,10 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def _ask_peers(self, job: JobRecord, status: pb.JobStatus) -> None:
         """Adds the status of the job's other daemons; names those that don't answer."""
         manifest = job.record.manifest
-        others = [node for i, node in enumerate(manifest.nodes) if i != job.record.node_index]
         names = unique_names({node.id: node.name for node in manifest.nodes})
         name_ranks(status, names.get(self._registry.arena.node_id, ""))
+        await asyncio.sleep(0)
+        others = [node for i, node in enumerate(manifest.nodes) if i != job.record.node_index]
         request, tokens = pb.StatusRequest(job=job.id), messages.known_tokens(manifest)
         gravest = {each.node_id: each for each in status.signals}
 
@@ -562,6 +564,8 @@ def merge_status(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
     """Adds the status of another daemon of the job, all but its signals."""
     ours.ranks.extend(theirs.ranks)
     ours.whole = max(ours.whole, theirs.whole)
+    # Nobody who asks on one node should have to ask on all others: the weakest memory counts.
+    ours.backing = next((each for each in WEAKEST_FIRST if each in (ours.backing, theirs.backing)), ours.backing)
     ours.held_bytes += theirs.held_bytes
     ours.peak_bytes += theirs.peak_bytes
     merge_end(ours, theirs)
