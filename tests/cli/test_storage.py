@@ -67,10 +67,17 @@ def test_list_of_a_job_has_memory_and_storage(held: tuple[DaemonProcess, Path, l
     ((job),) = json.loads(result.stdout)["jobs"]
     rows = [(row["where"], row["step"], row["counts"]) for row in job["held"]]
     assert rows[0][0] == "memory" and rows[0][1] > newest
-    assert rows[1:] == [("storage", newest, True), ("storage", older, True)]
+    assert rows[-2:] == [("storage", newest, True), ("storage", older, True)]
+    in_memory = [step for where, step, counts in rows if where == "memory" and counts]
+    assert len(in_memory) == len(rows) - 2 > 1
+    for step in in_memory:
+        back = invoke("recover", "job", "--step", str(step), "--json", daemon=daemon.address)
+        assert json.loads(back.stdout)["in_memory"], "recover --step names the list"
+    lacking = invoke("recover", "job", "--step", "1", daemon=daemon.address).stderr
+    assert f"Memory has the steps {', '.join(map(str, in_memory))}, storage" in lacking
     assert {row["lineage"] for row in job["held"]} == {record_of(daemon).manifest.lineage}
     lines = invoke("list", "job", daemon=daemon.address).stdout.splitlines()
-    assert lines[0] == "job job" and f"step {newest} (epoch 1)" in lines[2] and lines[2].startswith("  storage")
+    assert lines[0] == "job job" and f"step {newest} (epoch 1)" in lines[-2] and lines[-2].startswith("  storage")
 
 
 def test_memory_that_the_job_left_behind_does_not_count(held: tuple[DaemonProcess, Path, list[int]]) -> None:
