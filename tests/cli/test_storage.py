@@ -177,6 +177,14 @@ def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]], 
         path.write_bytes(whole)
 
 
+def test_file_beside_the_jobs_is_no_damaged_job(tmp_path: Path) -> None:
+    """Whoever verifies storage each night must not be woken for a README.txt."""
+    (tmp_path / "README.txt").write_text("checkpoints of our team")
+    assert "holds no job" in invoke("list", f"{tmp_path}/").stdout
+    verified = invoke("verify", str(tmp_path))
+    assert (verified.exit_code, verified.stdout) == (0, "0 checkpoints read, 0 damaged.\n")
+
+
 def test_words_from_storage_forge_no_line(tmp_path: Path) -> None:
     """A file on storage may hold control characters. A terminal would obey them."""
     version, lineage = Version(Epoch(1, bytes(16)), 3), "0123456789abcdef"
