@@ -689,10 +689,13 @@ def marked(line: str) -> str:
 def misused(as_json: bool) -> Iterator[None]:
     """Reports usage errors as JSON if --json was given, and write errors in one line.
 
-    A write error is, for example, a full disk.
+    A write error is, for example, a full disk. Ctrl-C has its own exit code, also while views are
+    made and printed; click would exit with that of a failure.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
         if error.errno == errno.EPIPE:  # the reader, for example head, has ended: click exits without a message
             raise

@@ -277,6 +277,15 @@ def test_purge_asks_and_ctrl_c_exits_with_130(daemon, answer, code):
     assert invoke("status", "--job", "empty", daemon=daemon.address).exit_code == (0 if code else 11)
 
 
+def test_ctrl_c_while_lines_are_made_exits_with_130(daemon, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("reft.cli.status_text.brief_lines", interrupted)
+    result = invoke("status", daemon=daemon.address)
+    assert (result.exit_code, result.stderr) == (130, "")
+
+
 def test_the_cli_loads_no_torch():
     code = "import sys, reft.cli.main, reft.cli.demo.run; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
