@@ -134,9 +134,10 @@ class PurgeAllCommand:
             reply = self.look()
             if reply is None:
                 return PurgeResult("", {}, 0, False, *self._remove(self._slots), ())
+            # A daemon without a common protocol is refused here, before anything is freed.
+            has_ended = daemon_launcher.hello(self.address).unattended
             names = [job.job for job in reply.jobs] + [damaged.job for damaged in reply.damaged]
             freed = {name: nbytes for name in names if (nbytes := self._free(name)) is not None}
-            has_ended = daemon_launcher.hello(self.address).unattended
             if has_ended:
                 self._end()
                 removed, left = self._remove(Path(reply.directory))
