@@ -642,7 +642,6 @@ def _watch(address: str, request: pb.StatusRequest) -> NoReturn:
     if not console.is_terminal or console.is_dumb_terminal:
         while True:
             click.echo("\n".join([*_lines_now(address, request), ""]))
-            sys.stdout.flush()
             time.sleep(WATCH_S)
     with unwinding(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -724,13 +723,19 @@ def failing(as_json: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except UnicodeEncodeError as error:  # a word of the command line; no message and no path can carry it
+        _say_failure(ConfigError(f"{error.object!r} has bytes that are no UTF-8.", "write the name in UTF-8"), as_json)
     except ReftError as error:
-        code = exit_code(error)
-        if as_json:
-            _say_error(error.message, error.hint, code)
-        else:
-            click.echo(f"reft-cli: {status_text.safe_lines(str(error))}", err=True)
-        sys.exit(code)
+        _say_failure(error, as_json)
+
+
+def _say_failure(error: ReftError, as_json: bool) -> NoReturn:
+    code = exit_code(error)
+    if as_json:
+        _say_error(error.message, error.hint, code)
+    else:
+        click.echo(f"reft-cli: {status_text.safe_lines(str(error))}", err=True)
+    sys.exit(code)
 
 
 def exit_code(error: ReftError) -> int:
