@@ -385,7 +385,9 @@ def _node_views(ranks: Sequence[RankView], status: pb.JobStatus) -> list[NodeVie
 def _with_signal(view: NodeView, node_signal: pb.NodeSignal | None) -> NodeView:
     if node_signal is None:
         return view
-    word = pb.Signal.Name(node_signal.signal).lower()
+    # The next reft's daemon, in an upgrade, may have a signal that this one does not know.
+    is_known = node_signal.signal in pb.Signal.values()
+    word = pb.Signal.Name(node_signal.signal).lower() if is_known else f"signal {node_signal.signal}"
     return replace(view, signal=word, reason=node_signal.reason, signal_age_s=node_signal.age_s)
 
 
