@@ -278,7 +278,8 @@ def test_purge_asks_and_ctrl_c_exits_with_130(daemon, answer, code):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["status", "\udcff"], ["recover", "\udcff"], ["list", "\udcff"], ["status", "--daemon", "unix:/\udcff"]]
+    "arguments",
+    [["status", "\udcff"], ["recover", "\udcff"], ["list", "\udcff"], ["status", "--daemon", "unix:/\udcff"]],
 )
 def test_words_that_are_no_utf_8_are_wrong_usage(daemon, arguments):
     """The terminal of a foreign system gives such words; Python holds their bytes as surrogates."""

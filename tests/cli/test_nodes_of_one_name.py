@@ -20,7 +20,7 @@ def invoke(daemon: DaemonProcess, *arguments: str) -> Any:
 
 
 def decide(daemons: list[DaemonProcess], job: str, *lost: pb.Node) -> list[pb.Node]:
-    """Makes a job that did nothing on some daemons, with lost nodes beside them; returns its nodes."""
+    """Makes a job that did nothing, on daemons and on lost nodes; returns its nodes."""
     hellos = [daemon.call("Hello", messages.hello("", 0, "")) for daemon in daemons]
     nodes = [
         pb.Node(name=hello.node, id=hello.node_id, addresses=hello.addresses, ranks=[rank])

@@ -289,8 +289,8 @@ class Inventory:
     def names(self) -> dict[str, str]:
         """Returns node id → name for people; a part of the id follows an ambiguous name.
 
-        A node that was rebooted has its name under another id. So the nodes of the manifest in force
-        keep their names, unless two of them have the same one.
+        A node that was rebooted has its name under another id. So the nodes of the manifest in
+        force keep their names, unless two of them have the same one.
         """
         decision = self.decision
         newest = self.manifests.get(decision.epoch) if decision is not None else None
@@ -323,7 +323,7 @@ class Inventory:
 
 
 def unique_names(nodes: Mapping[str, str]) -> dict[str, str]:
-    """Returns node id → name for people; a part of the id follows names that are not unique.
+    """Returns node id → name for people; a part of the id makes it unique.
 
     Args:
         nodes: node id → the name that a person gave the node; perhaps empty.
