@@ -36,6 +36,7 @@ from reft_daemon.server.settings import (
     certificates,
     check_domain,
     check_listen,
+    check_node,
     check_seconds,
     mover_settings,
     parse_spare,
@@ -339,7 +340,8 @@ def main(
             )
         tls = certificates(tls_cert, tls_key, tls_ca, node, listen) if tls_cert and tls_key and tls_ca else None
         settings = DaemonSettings(
-            node, check_domain(domain), socket_path.absolute(), listen, (folder or slots_folder(socket_path)).absolute(),
+            check_node(node), check_domain(domain), socket_path.absolute(), listen,
+            (folder or slots_folder(socket_path)).absolute(),
             parse_size(memory), parse_spare(spare),
             RetentionTimes(check_seconds("--ttl", ttl), check_seconds("--ttl-failed", ttl_failed)),
             check_seconds("--idle-exit", idle_exit), purge, tls, insecure, kill_hung, bulk, protect_bandwidth,

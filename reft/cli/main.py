@@ -297,7 +297,7 @@ def purge(job: str, all_jobs: bool, yes: bool, as_json: bool, daemon: str | None
         others, step = [], "its record is damaged"
         if not reply.damaged:
             view = status_view.job_view(reply.jobs[0], surveys(address, reply).get(job))
-            others = [node.node for node in view.nodes if node.node != reply.node]
+            others = status_view.other_nodes(reply, (node.node for node in view.nodes))
             step = "no whole step" if view.whole is None else f"step {view.whole}"
         if not yes:
             _confirm(f"Free the memory of job {job} on {reply.node} ({step})?", as_json)
@@ -642,7 +642,6 @@ def _watch(address: str, request: pb.StatusRequest) -> NoReturn:
     if not console.is_terminal or console.is_dumb_terminal:
         while True:
             click.echo("\n".join([*_lines_now(address, request), ""]))
-            sys.stdout.flush()
             time.sleep(WATCH_S)
     with unwinding(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -689,10 +688,13 @@ def marked(line: str) -> str:
 def misused(as_json: bool) -> Iterator[None]:
     """Reports usage errors as JSON if --json was given, and write errors in one line.
 
-    A write error is, for example, a full disk.
+    A write error is, for example, a full disk. Ctrl-C has its own exit code, also while views are
+    made and printed; click would exit with that of a failure.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     except OSError as error:
         if error.errno == errno.EPIPE:  # the reader, for example head, has ended: click exits without a message
             raise
@@ -721,13 +723,19 @@ def failing(as_json: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except UnicodeEncodeError as error:  # a word of the command line; no message and no path can carry it
+        _say_failure(ConfigError(f"{error.object!r} has bytes that are no UTF-8.", "write the name in UTF-8"), as_json)
     except ReftError as error:
-        code = exit_code(error)
-        if as_json:
-            _say_error(error.message, error.hint, code)
-        else:
-            click.echo(f"reft-cli: {status_text.safe_lines(str(error))}", err=True)
-        sys.exit(code)
+        _say_failure(error, as_json)
+
+
+def _say_failure(error: ReftError, as_json: bool) -> NoReturn:
+    code = exit_code(error)
+    if as_json:
+        _say_error(error.message, error.hint, code)
+    else:
+        click.echo(f"reft-cli: {status_text.safe_lines(str(error))}", err=True)
+    sys.exit(code)
 
 
 def exit_code(error: ReftError) -> int:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reft.cli.ask import NoSuchJob, ask
+from reft.cli.status_view import other_nodes
 from reft.cli.storage import STORED_S
 from reft.cli.survey import SURVEY_DEADLINE_S
 from reft.config import Config, slots_folder
@@ -133,9 +134,10 @@ class PurgeAllCommand:
             reply = self.look()
             if reply is None:
                 return PurgeResult("", {}, 0, False, *self._remove(self._slots), ())
+            # A daemon without a common protocol is refused here, before anything is freed.
+            has_ended = daemon_launcher.hello(self.address).unattended
             names = [job.job for job in reply.jobs] + [damaged.job for damaged in reply.damaged]
             freed = {name: nbytes for name in names if (nbytes := self._free(name)) is not None}
-            has_ended = daemon_launcher.hello(self.address).unattended
             if has_ended:
                 self._end()
                 removed, left = self._remove(Path(reply.directory))
@@ -148,7 +150,7 @@ class PurgeAllCommand:
                 )
         others = {rank.node for job in reply.jobs for rank in job.ranks}
         others |= {node for job in reply.jobs for node in job.silent_nodes}
-        return PurgeResult(reply.node, freed, reply.pid, has_ended, removed, left, tuple(sorted(others - {reply.node})))
+        return PurgeResult(reply.node, freed, reply.pid, has_ended, removed, left, tuple(other_nodes(reply, others)))
 
     def _status(self) -> pb.StatusReply | None:
         try:

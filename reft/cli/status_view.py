@@ -13,6 +13,7 @@ from typing import Any
 from reft.core.coding.turn_pace import TurnPace
 from reft.core.commit.version import Version
 from reft.core.recovery.holdings import UNPROVED, Holdings, stored_remedy
+from reft.core.recovery.inventory import marked_name
 from reft.core.status.health import Health, JobFacts, RankFacts, held_version, judge, survival
 from reft.core.status.loss_analysis import LossReport
 from reft.core.status.protection import Protection
@@ -274,6 +275,11 @@ def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobVi
     )  # fmt: skip
 
 
+def other_nodes(reply: pb.StatusReply, names: Iterable[str]) -> list[str]:
+    """Returns the names of nodes, sorted, without the node of the daemon that replied."""
+    return sorted({*names} - {reply.node, marked_name(reply.node, reply.node_id)})
+
+
 def remedy_of(status: pb.JobStatus, job_survey: JobSurvey | None, holdings: Holdings | None) -> str:
     """Returns what to do if memory has no version of a job; else empty."""
     if holdings is None or job_survey is None or not holdings.is_lost:
@@ -281,7 +287,7 @@ def remedy_of(status: pb.JobStatus, job_survey: JobSurvey | None, holdings: Hold
     if status.HasField("storage") and status.storage.persisted >= 0:
         return stored_remedy(status.storage.persisted, job_survey.silent)
     # Only the coordinator knows of storage. A purge would end the job there.
-    coordinators = [node.name for node in job_survey.manifest.nodes[:1]] if job_survey.manifest else []
+    coordinators = [job_survey.names[node.id] for node in job_survey.manifest.nodes[:1]] if job_survey.manifest else []
     if status.named and job_survey.silent.keys() & set(coordinators):
         return f"{holdings.remedy}. But if reft-cli list {status.job} names a step on storage, only start the job again"
     return holdings.remedy
@@ -379,7 +385,9 @@ def _node_views(ranks: Sequence[RankView], status: pb.JobStatus) -> list[NodeVie
 def _with_signal(view: NodeView, node_signal: pb.NodeSignal | None) -> NodeView:
     if node_signal is None:
         return view
-    word = pb.Signal.Name(node_signal.signal).lower()
+    # The next reft's daemon, in an upgrade, may have a signal that this one does not know.
+    is_known = node_signal.signal in pb.Signal.values()
+    word = pb.Signal.Name(node_signal.signal).lower() if is_known else f"signal {node_signal.signal}"
     return replace(view, signal=word, reason=node_signal.reason, signal_age_s=node_signal.age_s)
 
 

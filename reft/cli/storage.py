@@ -33,6 +33,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 STORED_S = 120.0  # the daemon gives up on its storage earlier
 LEFT_BEHIND = "left behind: the job went on from an earlier step"
+GUARDED = "survives lost nodes"
 UNITS = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
@@ -107,20 +108,23 @@ def _with_memory(job_survey: JobSurvey, lineages: Sequence[StoredLineage], store
     """Returns the rows of memory and storage; last, what the job left behind in memory."""
     plan, manifest = job_survey.plan(()), job_survey.manifest
     ident = manifest.lineage if manifest is not None else ""
-    held = [plan.base] if plan.guard in (None, plan.base) else [plan.base, plan.guard]
+    # `recover --step` can go back to older ones, too, until their slots are needed.
+    steps = {each for each in (plan.base, plan.guard, *job_survey.restorable()) if each is not None}
+    held = sorted(steps, key=lambda version: (*version.order, version.epoch.ident), reverse=True)
     kept = set(held)
     lineage = next((each for each in lineages if each.ident == ident), None)
     if lineage is not None and newer_than_memory(job_survey.decision, lineage):
         with suppress(ReftError):  # two histories on storage: its rows say so
             history = StoredHistory(lineage.decisions, lineage.history(), manifest=manifest)
             kept &= set(replace(job_survey, storage=history).restorable())
-    notes = ["", "survives lost nodes"]
+
+    def note_of(version: Version) -> str:
+        if version not in kept:
+            return LEFT_BEHIND
+        return GUARDED if version == plan.guard != plan.base else ""
+
     rows = [
-        HeldEntry(
-            "memory", each.step, each.epoch.counter, None, ident, each in kept, note if each in kept else LEFT_BEHIND
-        )
-        for each, note in zip(held, notes, strict=False)
-        if each is not None
+        HeldEntry("memory", each.step, each.epoch.counter, None, ident, each in kept, note_of(each)) for each in held
     ]
     return [row for row in rows if row.counts] + stored + [row for row in rows if not row.counts]
 

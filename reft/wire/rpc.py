@@ -123,8 +123,10 @@ def check_address(address: str) -> str:
     """Returns the address, if it is valid.
 
     Raises:
-        ConfigError: neither unix:PATH (at most 107 bytes) nor host:port.
+        ConfigError: neither unix:PATH (at most 107 bytes) nor host:port, or not UTF-8.
     """
+    if any("\ud800" <= each <= "\udfff" for each in address):
+        raise ConfigError(f"the address {address!r} has bytes that are no UTF-8.", "another path")
     if address.startswith("unix:"):
         length = len(address.removeprefix("unix:").encode())
         if not 0 < length <= UNIX_PATH_MAX:

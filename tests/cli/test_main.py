@@ -13,7 +13,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from reft.cli.main import main
+from reft.cli.main import _watch, main
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import HEEDFUL, ROOT, DaemonProcess, until
 from tests.support.trainers import Spec, run
@@ -275,6 +275,43 @@ def test_purge_asks_and_ctrl_c_exits_with_130(daemon, answer, code):
     os.close(terminal)
     assert asking.returncode in right
     assert invoke("status", "--job", "empty", daemon=daemon.address).exit_code == (0 if code else 11)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["status", "\udcff"], ["recover", "\udcff"], ["list", "\udcff"], ["status", "--daemon", "unix:/\udcff"]],
+)
+def test_words_that_are_no_utf_8_are_wrong_usage(daemon, arguments):
+    """The terminal of a foreign system gives such words; Python holds their bytes as surrogates."""
+    result = invoke(*arguments, daemon=daemon.address)
+    assert (result.exit_code, result.stdout) == (2, "") and "has bytes that are no UTF-8." in result.stderr
+    error = json.loads(invoke(*arguments, "--json", daemon=daemon.address).stderr)["error"]
+    assert error["exit_code"] == 2 and error["hint"]
+
+
+def test_watch_without_stdout_is_no_traceback(monkeypatch):
+    """As under `>&-`: then Python has no sys.stdout."""
+    looks = iter([["first"], ["second"]])
+
+    def lines(*_: object) -> list[str]:
+        for each in looks:
+            return each
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("reft.cli.main._lines_now", lines)
+    monkeypatch.setattr("reft.cli.main.WATCH_S", 0.0)
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(KeyboardInterrupt):
+        _watch("unix:/d.sock", pb.StatusRequest())
+
+
+def test_ctrl_c_while_lines_are_made_exits_with_130(daemon, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("reft.cli.status_text.brief_lines", interrupted)
+    result = invoke("status", daemon=daemon.address)
+    assert (result.exit_code, result.stderr) == (130, "")
 
 
 def test_the_cli_loads_no_torch():

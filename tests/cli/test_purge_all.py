@@ -189,6 +189,18 @@ def test_a_daemon_of_a_person_goes_on_without_jobs(daemon, place):
     assert not daemon.call("Status", pb.StatusRequest()).jobs
 
 
+def test_a_daemon_of_another_protocol_is_refused_before_a_job_is_freed(daemon, place, monkeypatch):
+    make_job(daemon, "kept")
+
+    def hello(*_: object) -> None:
+        raise AttachError("the daemon speaks protocol 999.")
+
+    monkeypatch.setattr(daemon_launcher, "hello", hello)
+    with pytest.raises(AttachError, match="999"):
+        PurgeAllCommand(daemon.address, place).run()
+    assert daemon.status("kept").job == "kept"
+
+
 def test_a_launch_that_may_start_its_job_again_is_refused(daemon, place):
     daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL, agent_pid=os.getpid()))
     refused = typed(place, "--all", "--yes", daemon=daemon.address)

@@ -226,6 +226,12 @@ def test_signals_of_nodes_are_shown_with_reasons():
     assert shown["node-b"] == ("offline", "nothing was heard of it for 0.9 s.", 61.0)
 
 
+def test_a_signal_of_a_later_reft_is_shown_by_its_number():
+    """In an upgrade the next daemon may answer an earlier reft-cli."""
+    status = job(rank(0), world=1, signals=[pb.NodeSignal(node="node-a", signal=99, reason="it is new.")])
+    assert "signal 99" in "\n".join(lines_of(status))
+
+
 def test_worst_health_of_all_jobs():
     views_of = [status_view.job_view(job(rank(0))), status_view.job_view(job(rank(0), whole=-1))]
     assert status_view.worst(views_of) is Health.WARN

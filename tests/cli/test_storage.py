@@ -67,10 +67,17 @@ def test_list_of_a_job_has_memory_and_storage(held: tuple[DaemonProcess, Path, l
     ((job),) = json.loads(result.stdout)["jobs"]
     rows = [(row["where"], row["step"], row["counts"]) for row in job["held"]]
     assert rows[0][0] == "memory" and rows[0][1] > newest
-    assert rows[1:] == [("storage", newest, True), ("storage", older, True)]
+    assert rows[-2:] == [("storage", newest, True), ("storage", older, True)]
+    in_memory = [step for where, step, counts in rows if where == "memory" and counts]
+    assert len(in_memory) == len(rows) - 2 > 1
+    for step in in_memory:
+        back = invoke("recover", "job", "--step", str(step), "--json", daemon=daemon.address)
+        assert json.loads(back.stdout)["in_memory"], "recover --step names the list"
+    lacking = invoke("recover", "job", "--step", "1", daemon=daemon.address).stderr
+    assert f"Memory has the steps {', '.join(map(str, in_memory))}, storage" in lacking
     assert {row["lineage"] for row in job["held"]} == {record_of(daemon).manifest.lineage}
     lines = invoke("list", "job", daemon=daemon.address).stdout.splitlines()
-    assert lines[0] == "job job" and f"step {newest} (epoch 1)" in lines[2] and lines[2].startswith("  storage")
+    assert lines[0] == "job job" and f"step {newest} (epoch 1)" in lines[-2] and lines[-2].startswith("  storage")
 
 
 def test_memory_that_the_job_left_behind_does_not_count(held: tuple[DaemonProcess, Path, list[int]]) -> None:
@@ -168,6 +175,14 @@ def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]], 
         assert done["step"] == older and f"-s{newest} is damaged, not used" in " ".join(done["notes"])
     finally:
         path.write_bytes(whole)
+
+
+def test_file_beside_the_jobs_is_no_damaged_job(tmp_path: Path) -> None:
+    """Whoever verifies storage each night must not be woken for a README.txt."""
+    (tmp_path / "README.txt").write_text("checkpoints of our team")
+    assert "holds no job" in invoke("list", f"{tmp_path}/").stdout
+    verified = invoke("verify", str(tmp_path))
+    assert (verified.exit_code, verified.stdout) == (0, "0 checkpoints read, 0 damaged.\n")
 
 
 def test_words_from_storage_forge_no_line(tmp_path: Path) -> None:

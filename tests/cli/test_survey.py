@@ -17,7 +17,7 @@ JOBS = pb.StatusReply(jobs=[pb.JobStatus(job=name) for name in ("a", "b", "c")])
 def test_jobs_are_surveyed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     all_begun = threading.Barrier(len(JOBS.jobs))
 
-    def steady(address: str, status: pb.JobStatus) -> SimpleNamespace:
+    def steady(address: str, status: pb.JobStatus, mute: dict[tuple[str, ...], str]) -> SimpleNamespace:
         all_begun.wait(timeout=60)
         if status.job == "b":
             raise AttachError("it was freed meanwhile")

@@ -82,6 +82,13 @@ def test_a_second_daemon_on_the_same_folder(daemon, tmp_path):
     assert daemon.answers()
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "n" * 256])
+def test_a_node_without_a_name_for_people_is_refused(tmp_path, name):
+    """As --node "$NODE" with a variable that nobody has set: no verb can name such a node."""
+    code, text = run(*flags(tmp_path), "--node", name)
+    assert code == 2 and "--node" in text and f"has {len(name)} characters; 1 to 255 printable" in text
+
+
 @pytest.mark.parametrize("which", ["socket", "arena"])
 @pytest.mark.parametrize("kind", ["open", "link", "file", "foreign"])
 def test_a_folder_that_other_users_could_use_is_refused(tmp_path, which, kind):

@@ -14,10 +14,13 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from reft.errors import AlreadyAttached, AttachError
+from reft.core.commit.gradient_records import RECORD_SLOTS_MAX
+from reft.errors import AlreadyAttached, AttachError, ConfigError
 from reft.log_lines import audit
+from reft.wire import local_socket
 from reft.wire.local_socket import CallerProcess
 from reft.wire.process import Process, stat_of
+from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 
 log = logging.getLogger("reft.daemon")
@@ -209,3 +212,24 @@ class ProcessWatch:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def check_sizes(request: pb.LeaseRequest) -> None:
+    """Raises ConfigError for sizes that no trainer requests.
+
+    Whether valid sizes fit is checked later, before memory is touched.
+    """
+    if request.slots > local_socket.DESCRIPTORS_MAX or request.table_bytes > TABLE_MAX:
+        raise ConfigError(
+            f"{request.slots} slots with a table of {request.table_bytes} bytes were requested; "
+            f"at most {local_socket.DESCRIPTORS_MAX} slots and {TABLE_MAX} bytes are allowed."
+        )
+    if request.records > RECORD_SLOTS_MAX or (request.records and request.slots):
+        raise ConfigError(
+            f"{request.records} record slots were requested beside {request.slots} slots; a request is for at most "
+            f"{RECORD_SLOTS_MAX} record slots alone."
+        )
+    if (request.slots or request.records) and (request.chunk_bytes < PAGE or request.chunk_bytes % PAGE):
+        raise ConfigError(
+            f"chunks of {request.chunk_bytes} bytes were requested; the size must be a multiple of {PAGE}."
+        )

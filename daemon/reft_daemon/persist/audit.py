@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import contextlib
 import errno
 import json
 import sys
@@ -84,15 +83,16 @@ def stores(root: AnyFolder, job: str, key: bytes | None) -> Iterator[CheckpointS
     for name in [job] if job else root.names():
         if JOB_NAME.fullmatch(name):
             store = CheckpointStore(root, name, key)
-            with contextlib.suppress(NotADirectoryError):  # a file beside the jobs
-                try:
-                    is_job = bool(store.lineages())
-                except (FormatError, OSError) as error:
-                    is_job = bool(job) or _is_of_one_job(error)  # who reads it next meets the same error
-                    if not is_job:
-                        raise
-                if is_job:
-                    yield store
+            try:
+                is_job = bool(store.lineages())
+            except (FormatError, OSError) as error:
+                if isinstance(error, NotADirectoryError) and not job:
+                    continue  # a file beside the jobs
+                is_job = bool(job) or _is_of_one_job(error)  # who reads it next meets the same error
+                if not is_job:
+                    raise
+            if is_job:
+                yield store
 
 
 def job_row(store: CheckpointStore, is_asked: bool) -> dict[str, Any]:

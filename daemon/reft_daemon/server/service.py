@@ -6,21 +6,19 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from reft.core.commit.gradient_records import RECORD_SLOTS_MAX
 from reft.core.membership.job_identity import check_name
 from reft.core.recovery.survey_timeout import WHOLE_S, survey_timeout_s
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.log_lines import audit
-from reft.wire import local_socket, messages
+from reft.wire import messages
 from reft.wire.proof import CERTIFIED
-from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
@@ -28,12 +26,13 @@ from reft_daemon.arena.headers import header_messages, header_of, sealed_version
 from reft_daemon.jobs import capsules, rounds, slot_reads, trainers
 from reft_daemon.jobs.inventory import fill_inventory
 from reft_daemon.jobs.job_record import UNKNOWN, JobRecord, whole_words
-from reft_daemon.jobs.leases import FENCE_DEADLINE_S, caller_process
+from reft_daemon.jobs.leases import FENCE_DEADLINE_S, caller_process, check_sizes
 from reft_daemon.peers.channels import UnprovedReply, call_paced, reason_of, remedy_of
 from reft_daemon.peers.survey_dedup import clear_repeats, digests_of, known_fields, known_manifests
 from reft_daemon.rebuild.rebuild import Rebuild
 from reft_daemon.registry import Registry, living_pids
 from reft_daemon.server.judge import AdmittedCall, CallRefused
+from reft_daemon.server.status_merge import merge_signals, merge_status, name_ranks, node_names
 
 STATUS_DEADLINE_S = 1.0
 REBUILD_DEADLINE_S = 3600.0  # for a forwarded rebuild: time enough to read a node's memory
@@ -280,7 +279,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         return pb.StoreDecisionReply()
 
     async def Lease(self, request: pb.LeaseRequest, call: AdmittedCall) -> pb.LeaseReply:
-        _check_sizes(request)
+        check_sizes(request)
         slots = await self._registry.lease(request, caller_process(call.caller.pid, call.caller.start))
         leased = [pb.LeasedSlot(name=slot.name, file_bytes=slot.file_bytes) for slot in slots]
         return pb.LeaseReply(slots=leased, backing=self._registry.get(request.job).slots.backing)
@@ -415,6 +414,9 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def _ask_peers(self, job: JobRecord, status: pb.JobStatus) -> None:
         """Adds the status of the job's other daemons; names those that don't answer."""
         manifest = job.record.manifest
+        names = node_names(manifest)
+        name_ranks(status, names.get(self._registry.arena.node_id, ""))
+        await asyncio.sleep(0)
         others = [node for i, node in enumerate(manifest.nodes) if i != job.record.node_index]
         request, tokens = pb.StatusRequest(job=job.id), messages.known_tokens(manifest)
         gravest = {each.node_id: each for each in status.signals}
@@ -432,10 +434,13 @@ class DaemonService(pb_grpc.DaemonServicer):
 
         for node, theirs in zip(others, await call_paced(ask, others), strict=True):
             if theirs is None:
-                status.silent_nodes.append(node.name)
+                status.silent_nodes.append(names[node.id])
             else:
+                name_ranks(theirs, names[node.id])
                 merge_status(status, theirs)
                 await asyncio.sleep(0)  # other calls go on between thousands of nodes
+        for node_id, each in gravest.items():
+            each.node = names.get(node_id, each.node)
         signals = list(gravest.values())
         del status.signals[:]
         status.signals.extend(signals)
@@ -525,58 +530,6 @@ class PeerService(pb_grpc.PeerServicer):
         job.check_epoch(request.epoch)
         rounds.hear_outcome(job, messages.outcome_from(request))
         return pb.OutcomeReply()
-
-
-def merge_signals(gravest: dict[str, pb.NodeSignal], theirs: Iterable[pb.NodeSignal]) -> None:
-    """Adds the signals that another daemon of the job sees.
-
-    Not every daemon watches every node.
-
-    Args:
-        gravest: node id → the gravest signal so far.
-        theirs: the signals of the other daemon.
-    """
-    for each in theirs:
-        if each.node_id not in gravest or each.signal > gravest[each.node_id].signal:
-            gravest[each.node_id] = each
-
-
-def merge_status(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
-    """Adds the status of another daemon of the job, all but its signals."""
-    ours.ranks.extend(theirs.ranks)
-    ours.whole = max(ours.whole, theirs.whole)
-    ours.held_bytes += theirs.held_bytes
-    ours.peak_bytes += theirs.peak_bytes
-    merge_end(ours, theirs)
-    if theirs.HasField("storage"):  # from the coordinator
-        ours.storage.CopyFrom(theirs.storage)
-
-
-def merge_end(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
-    """Takes over the end of the last trainer on another daemon, if that was later."""
-    if theirs.HasField("ended_s") and (not ours.HasField("ended_s") or theirs.ended_s < ours.ended_s):
-        ours.ended_s = theirs.ended_s
-
-
-def _check_sizes(request: pb.LeaseRequest) -> None:
-    """Raises ConfigError for sizes that no trainer requests.
-
-    Whether valid sizes fit is checked later, before memory is touched.
-    """
-    if request.slots > local_socket.DESCRIPTORS_MAX or request.table_bytes > TABLE_MAX:
-        raise ConfigError(
-            f"{request.slots} slots with a table of {request.table_bytes} bytes were requested; "
-            f"at most {local_socket.DESCRIPTORS_MAX} slots and {TABLE_MAX} bytes are allowed."
-        )
-    if request.records > RECORD_SLOTS_MAX or (request.records and request.slots):
-        raise ConfigError(
-            f"{request.records} record slots were requested beside {request.slots} slots; a request is for at most "
-            f"{RECORD_SLOTS_MAX} record slots alone."
-        )
-    if (request.slots or request.records) and (request.chunk_bytes < PAGE or request.chunk_bytes % PAGE):
-        raise ConfigError(
-            f"chunks of {request.chunk_bytes} bytes were requested; the size must be a multiple of {PAGE}."
-        )
 
 
 def _other_job(job: JobRecord) -> pb.OtherJob:

@@ -24,6 +24,7 @@ from reft_daemon.persist.storage_root import check_root
 
 log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
+NODE_MAX = 255
 RATE_MIN = 1 << 20  # bytes per second; slower turns would never end
 PORT_MAX = 65535
 
@@ -159,6 +160,21 @@ def _is_number(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(host))
     return False
+
+
+def check_node(name: str) -> str:
+    """Returns the name unchanged.
+
+    Raises:
+        ConfigError: the name is empty, longer than NODE_MAX, or has characters that can't be
+            printed.
+    """
+    if not 0 < len(name) <= NODE_MAX or not name.isprintable():
+        raise ConfigError(
+            f"--node {name[:NODE_MAX]!r} has {len(name)} characters; 1 to {NODE_MAX} printable characters are allowed.",
+            "give the node's own name, or leave --node out: then it is the host's name",
+        )
+    return name
 
 
 def check_domain(label: str) -> str:

@@ -287,12 +287,16 @@ class Inventory:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Returns node id → name for people; a part of the id follows an ambiguous name."""
-        count = Counter(node.name for node in self.nodes.values())
-        return {
-            ident: node.name if node.name and count[node.name] == 1 else f"{node.name}#{ident[:6]}"
-            for ident, node in self.nodes.items()
-        }
+        """Returns node id → name for people; a part of the id follows an ambiguous name.
+
+        A node that was rebooted has its name under another id. So the nodes of the manifest in
+        force keep their names, unless two of them have the same one.
+        """
+        decision = self.decision
+        newest = self.manifests.get(decision.epoch) if decision is not None else None
+        own = unique_names({member.id: member.name for member in newest.members} if newest is not None else {})
+        every = unique_names({ident: node.name for ident, node in self.nodes.items()})
+        return {ident: own.get(ident, name) for ident, name in every.items()}
 
     @property
     def domains(self) -> dict[str, str]:
@@ -316,3 +320,18 @@ class Inventory:
         """
         named = {member.id for manifest in self.manifests.values() for member in manifest.members}
         return sorted(named - set(here) - set(self.reports))
+
+
+def unique_names(nodes: Mapping[str, str]) -> dict[str, str]:
+    """Returns node id → name for people; a part of the id makes it unique.
+
+    Args:
+        nodes: node id → the name that a person gave the node; perhaps empty.
+    """
+    count = Counter(nodes.values())
+    return {ident: name if name and count[name] == 1 else marked_name(name, ident) for ident, name in nodes.items()}
+
+
+def marked_name(name: str, ident: str) -> str:
+    """Returns the name of a node with a part of its id."""
+    return f"{name}#{ident[:6]}"

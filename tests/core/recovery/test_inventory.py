@@ -68,6 +68,19 @@ def test_two_nodes_of_one_name_get_different_names():
     assert inventory.domains == {"host#111111": "node host#111111"}
 
 
+def test_a_rebooted_node_keeps_its_name_and_what_it_was_before_is_marked():
+    """It has another id then, and older manifests name the earlier one."""
+    names = {"1" * 32: "host", "2" * 32: "host", "3" * 32: "other"}
+    before, after = ([ManifestNode(each, names[each]) for each in names if each[0] in ids] for ids in ("13", "23"))
+    manifests = {
+        BASE.epoch: ManifestFacts(b"t", tuple(before), FailureHistory()),
+        CARRIED.epoch: ManifestFacts(b"t", tuple(after), FailureHistory()),
+    }
+    inventory = Inventory({"2" * 32: report("host", CARRIED)}, manifests)
+    assert inventory.names == {"1" * 32: "host#111111", "2" * 32: "host", "3" * 32: "other"}
+    assert inventory.nodes_of("host") == ["host"] and inventory.nodes_of("host#111111") == ["host#111111"]
+
+
 def test_the_history_counts_the_longest_training_and_any_seen_failure():
     manifests = {CARRIED.epoch: facts("bc", history=FailureHistory(100.0, 2))}
     reports = {"b": report("b", CARRIED, trained_s=5.0), "c": report("c", CARRIED, trained_s=7.0)}

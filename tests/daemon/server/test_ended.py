@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.server.service import merge_end
+from reft_daemon.server.status_merge import merge_end
 from tests.cli.test_main import make_job
 from tests.support.daemons import DaemonProcess, until
 from tests.support.trainers import Spec, Trainers

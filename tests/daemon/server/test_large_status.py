@@ -21,7 +21,8 @@ from reft_daemon.membership import heartbeats
 from reft_daemon.peers.channels import STARTED_MAX
 from reft_daemon.server.callers import Caller, Door
 from reft_daemon.server.judge import AdmittedCall
-from reft_daemon.server.service import DaemonIdentity, DaemonService, merge_signals
+from reft_daemon.server.service import DaemonIdentity, DaemonService
+from reft_daemon.server.status_merge import merge_signals, merge_status
 from tests.daemon.jobs.test_large_manifests import manifest
 from tests.support.instruction_count import counted_callbacks
 from tests.support.jobs import epoch_of, registry_of
@@ -217,3 +218,19 @@ def test_the_gravest_signal_of_each_node_counts():
         ("b", pb.OFFLINE),
         ("c", pb.SUSPECT),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "both"),
+    [
+        ("tmpfs", "unlinked", "unlinked"),
+        ("memfd", "tmpfs", "memfd"),
+        ("tmpfs", "tmpfs", "tmpfs"),
+        ("tmpfs", "new", "tmpfs"),
+    ],
+)
+def test_the_weakest_memory_of_all_nodes_counts(ours, theirs, both):
+    """Files that were removed on another node are gone with its daemon, whichever node is asked."""
+    status = pb.JobStatus(backing=ours)
+    merge_status(status, pb.JobStatus(backing=theirs))
+    assert status.backing == both
