@@ -89,7 +89,7 @@ NOTES = (
     "node; so after a loss DCP's restore reads from the disk, not cached.",
     "A whole attach and what it is compared with are the first ones of a fresh process. Imports count for neither.",
 )
-TITLE = "A restoring attach, beside a plain double buffer and DCP"
+TITLE = "A restoring attach, beside a plain double buffer and DCP's load"
 SLOTS = 2  # a third slot of 6 GB does not fit into the memory of a small machine
 DEADLINE_S = 120.0
 RESERVE_BYTES = 2 << 30  # for processes and the system, beside state and slots
@@ -540,7 +540,7 @@ class Measured:
             self._row("whole attach", "attach", attach_goal) if self.is_large else
             row_of(f"{self.name}: whole attach", "s", attach_goal, self.seconds("attach")),
             self._ratio("whole attach", "of DCP's restore", "attach", "dcp_restore", "< 1"),
-            self._ratio("whole attach", "of DCP's load", "attach", "dcp"),
+            self._ratio("whole attach", "of DCP's load", "attach", "dcp", "< 1"),
             self._ratio("second attach", "of DCP's second restore", "existing_attach", "dcp_restore_again"),
             self._ratio("second attach", "of DCP's second load", "existing_attach", "dcp_again"),
             self._row("second attach, into existing pages", "existing_attach"),
