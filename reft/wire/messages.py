@@ -200,13 +200,14 @@ def held_capsule_from(node_id: str, header: pb.CapsuleHeader) -> HeldCapsule:
     return HeldCapsule(node_id, header.rank, version_from(header.version), header.unreplicated_bytes)
 
 
-def check_capsule(record: pb.CapsuleRecord) -> None:
-    """Checks a capsule where it arrives.
+def is_as_sealed(record: pb.CapsuleRecord) -> bool:
+    """Returns whether the bytes of a capsule that arrives are those that the trainer has sealed."""
+    return record.capsule_digest in (0, xxhash.xxh3_64_intdigest(record.capsule))
 
-    Raises:
-        FormatError: its bytes are not those that the trainer has sealed.
-    """
-    if record.capsule_digest and record.capsule_digest != xxhash.xxh3_64_intdigest(record.capsule):
+
+def check_capsule(record: pb.CapsuleRecord) -> None:
+    """Raises FormatError for a capsule that is not as it was sealed."""
+    if not is_as_sealed(record):
         raise FormatError(f"the capsule of rank {record.rank}, step {record.version.step} has a wrong digest.")
 
 

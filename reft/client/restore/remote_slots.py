@@ -87,10 +87,10 @@ class RemoteSlots:
         return RemoteSlotMap(buffer, self, source, channel)
 
     def capsule(self, node: str, rank: int, version: Version) -> pb.CapsuleRecord:
-        """Returns a capsule that a node keeps.
+        """Returns a capsule that a node keeps. One that changed on its way is read once more.
 
         Raises:
-            FormatError: the capsule is damaged or missing.
+            FormatError: the capsule is damaged or missing, or has changed twice.
             RestoreError: that node's daemon did not return the capsule.
         """
         request = pb.CapsuleRequest(
@@ -100,9 +100,16 @@ class RemoteSlots:
             node=self._remote_node(node),
             tokens=self.tokens,
         )
-        with self._errors(node, rank), self.calls.channel(self.address) as channel:
-            record: pb.CapsuleRecord = rpc.invoke(channel, "FetchCapsule", request, self.deadline_s)
-        messages.check_capsule(record)
+
+        def fetch() -> pb.CapsuleRecord:
+            with self._errors(node, rank), self.calls.channel(self.address) as channel:
+                record: pb.CapsuleRecord = rpc.invoke(channel, "FetchCapsule", request, self.deadline_s)
+            return record
+
+        record = fetch()
+        if not messages.is_as_sealed(record):
+            record = fetch()
+            messages.check_capsule(record)
         return record
 
     def earlier(self, plan: RecoveryPlan, rank: int) -> Iterator[bytes]:

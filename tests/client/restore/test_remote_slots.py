@@ -46,14 +46,14 @@ class PassingOn(pb_grpc.DaemonServicer):
         stops_after: bytes of data after which nothing more comes; None: never.
         code: the status with which the call then ends; None: it does not end.
         released: ends a stream that has stopped.
-        capsule_digest: the digest that a capsule is sent with.
+        capsule_digests: the digests that the next capsules are sent with.
     """
 
     def __init__(self, slot: SlotMap) -> None:
         self.slot, self.asked, self.released = slot, list[pb.ReadRequest](), threading.Event()
         self.stops_after: int | None = None
         self.code: grpc.StatusCode | None = None
-        self.capsule_digest = 0
+        self.capsule_digests: list[int] = []
 
     def Read(self, request: pb.ReadRequest, context: grpc.ServicerContext) -> Iterator[pb.Chunk]:
         self.asked.append(request)
@@ -68,7 +68,8 @@ class PassingOn(pb_grpc.DaemonServicer):
             yield pb.Chunk(data=data[begin : begin + MESSAGE].tobytes())
 
     def FetchCapsule(self, request: pb.CapsuleRequest, context: grpc.ServicerContext) -> pb.CapsuleRecord:
-        return pb.CapsuleRecord(rank=request.rank, capsule=b"tree", capsule_digest=self.capsule_digest)
+        digest = self.capsule_digests.pop(0) if self.capsule_digests else 0
+        return pb.CapsuleRecord(rank=request.rank, capsule=b"tree", capsule_digest=digest)
 
 
 @contextmanager
@@ -171,12 +172,13 @@ def test_bytes_go_into_all_targets_in_turn(far):
         far.remote.read(far.source, far.channel, 0, data[:4000].copy())
 
 
-def test_a_capsule_that_changed_on_its_way_is_refused(far):
-    far.servicer.capsule_digest = xxhash.xxh3_64_intdigest(b"free")
+def test_a_capsule_that_changed_on_its_way_is_read_once_more_and_then_refused(far):
+    right, wrong = (xxhash.xxh3_64_intdigest(each) for each in (b"tree", b"free"))
+    far.servicer.capsule_digests = [wrong, wrong, wrong, right, right]
     with pytest.raises(FormatError, match="has a wrong digest"):
         far.remote.capsule("node2", FAR, VERSION)
-    far.servicer.capsule_digest = xxhash.xxh3_64_intdigest(b"tree")
     assert far.remote.capsule("node2", FAR, VERSION).capsule == b"tree"
+    assert far.servicer.capsule_digests == [right], "read once more"
 
 
 def test_a_capsule_is_read_once_the_daemon_is_back(far, tmp_path):
