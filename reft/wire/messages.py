@@ -201,7 +201,7 @@ def held_capsule_from(node_id: str, header: pb.CapsuleHeader) -> HeldCapsule:
 
 
 def is_as_sealed(record: pb.CapsuleRecord) -> bool:
-    """Returns whether the bytes of a capsule that arrives are those that the trainer has sealed."""
+    """Returns whether a capsule that arrives is as the trainer has sealed it."""
     return record.capsule_digest in (0, xxhash.xxh3_64_intdigest(record.capsule))
 
 

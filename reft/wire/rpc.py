@@ -255,9 +255,10 @@ class DaemonCalls:
 
     @contextlib.contextmanager
     def begun(self, address: str, method: str, request: Any, deadline_s: float) -> Iterator[None]:
-        """Calls a method of the daemon while the block runs, and waits for the reply at its end.
+        """Calls a method of the daemon while the block runs.
 
-        The block calls no other method. Its error cancels the call.
+        The end of the block waits for the reply. The block calls no other method. Its error cancels
+        the call.
 
         Raises:
             ReftError: the call failed; see `error_of`.

@@ -106,7 +106,7 @@ class NodeDaemon:
 
     @contextlib.contextmanager
     def _remedy(self) -> Iterator[None]:
-        """Says in errors of the block that attach starts the daemon again, if that is so."""
+        """Says in errors of the block that attach would start the daemon again."""
         try:
             yield
         except DaemonUnavailable as error:

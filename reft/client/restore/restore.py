@@ -293,8 +293,7 @@ def run_restore(
         transport: creates the transport between ranks, on all ranks together.
         at_chunk: called before each chunk is read, from several threads.
         register: registers this rank, which only then may open slots.
-        secure: brings the capsules of a version that is not damaged to their holders, while the
-            tensors are made.
+        secure: brings the capsules of a sound version to their holders, while tensors are made.
 
     Raises:
         ReftError: see `register` and `secure`.
