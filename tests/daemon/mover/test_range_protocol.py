@@ -452,4 +452,5 @@ def test_callers_without_a_ticket_are_counted_and_said_once(server, caplog):
             stranger.shutdown(socket.SHUT_WR)
             assert not stranger.recv(1)
     assert server._refusals.totals.total() == 3
+    until(lambda: caplog.records, what="the line about the first, which comes after its end")
     assert len(caplog.records) == 1, "a line for each of them would flood the log"
