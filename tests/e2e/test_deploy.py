@@ -5,6 +5,7 @@ These are its scripts, and the commands in its files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -153,7 +154,7 @@ def test_a_preempted_training_goes_on_from_storage(tmp_path):
         until(lambda: whole_step(f"unix:{tmp_path}/first/daemon.sock") > 0, what="a whole step")
     finally:
         preempted.terminate()
-    trainer.resume()
+    until(lambda: has_ended(trainer), 200, what="the end of the trainer")
     output, errors = preempted.communicate(timeout=200)
     assert preempted.returncode == 143, errors
     assert not living_processes({"FOLDER": str(tmp_path)})
@@ -169,6 +170,15 @@ def stopped_child(process: subprocess.Popen[str]) -> psutil.Process | None:
     """Returns the child of a process that SIGSTOP has stopped."""
     children = psutil.Process(process.pid).children()
     return next((child for child in children if child.status() == psutil.STATUS_STOPPED), None)
+
+
+def has_ended(trainer: psutil.Process) -> bool:
+    """Resumes a trainer, which may stop again before the script passes on the signal."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if trainer.status() == psutil.STATUS_STOPPED:
+            trainer.resume()
+        return trainer.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def status_of(address: str) -> pb.StatusReply:

@@ -83,7 +83,10 @@ def test_lost_nodes_are_decoded(site: Site, tmp_path: Path, monkeypatch: pytest.
     vanish(nodes[1])
     with monkeypatch.context() as disk:  # a write through a mapping without a block kills the process
         disk.setattr(gathered, "reserve_blocks", full)
-        with export_source("job", lambda: nodes[0].address, -1, "") as source, pytest.raises(OSError, match="No space"):
+        with (
+            export_source("job", lambda: nodes[0].address, -1, "") as source,
+            pytest.raises(AttachError, match="No space"),
+        ):
             ExportCommand(source, tmp_path / "none").run()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["dcp"]
     export(nodes[0], "job", tmp_path / "out")
