@@ -178,7 +178,7 @@ def test_damaged_manifest_is_named(held: tuple[DaemonProcess, Path, list[int]], 
 
 
 def test_file_beside_the_jobs_is_no_damaged_job(tmp_path: Path) -> None:
-    """Whoever verifies storage each night must not be woken for a README.txt."""
+    """A nightly verify must not raise an alarm for a README.txt."""
     (tmp_path / "README.txt").write_text("checkpoints of our team")
     assert "holds no job" in invoke("list", f"{tmp_path}/").stdout
     verified = invoke("verify", str(tmp_path))

@@ -84,7 +84,7 @@ def test_a_second_daemon_on_the_same_folder(daemon, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a\nb", "n" * 256])
 def test_a_node_without_a_name_for_people_is_refused(tmp_path, name):
-    """As --node "$NODE" with a variable that nobody has set: no verb can name such a node."""
+    """No verb can name such a node; an unset variable in --node "$NODE" makes one."""
     code, text = run(*flags(tmp_path), "--node", name)
     assert code == 2 and "--node" in text and f"has {len(name)} characters; 1 to 255 printable" in text
 

@@ -54,7 +54,7 @@ from reft_daemon.arena.job_files import (
 )
 from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.reserve import SpaceReserve
-from reft_daemon.arena.shortage import SHORTAGE_HINT, is_shortage
+from reft_daemon.arena.shortage import SHORTAGE_HINT, is_shortage, remedied
 from reft_daemon.arena.slices import run_at_once
 
 log = logging.getLogger("reft.daemon")
@@ -181,7 +181,8 @@ class Arena:
         spare: SpareFiles = SpareFiles(),  # noqa: B008  frozen
         failpoints: Failpoints | None = None,
     ) -> None:
-        with _naming_folder(folder):
+        remedy = f"make {folder.parent} writable, and room in it, or name another tmpfs with --dir (REFT_DIR)"
+        with remedied("slots", folder, remedy):
             self.folder = claim_folder(folder)
         if foreign := _foreign_name(folder):
             raise ConfigError(
@@ -194,7 +195,7 @@ class Arena:
         # held while slots are made: one request at a time checks for free memory and takes it
         self.allocation_lock = asyncio.Lock()
         self.pool = SparePool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
-        with _naming_folder(folder):
+        with remedied("slots", folder, remedy):
             self._lock = lock_file(folder / "lock", "arena")
         self.reserve = SpaceReserve(folder)
         self.job_files = JobFiles(folder, self.write_files)
@@ -492,20 +493,6 @@ def _foreign_name(folder: Path) -> str:
         if path.name not in {*_OWN_FILES, *drafts} and not is_job_folder:
             return path.name
     return ""
-
-
-@contextlib.contextmanager
-def _naming_folder(folder: Path) -> Generator[None, None, None]:
-    """Turns an error of the file system into one with a remedy."""
-    try:
-        yield
-    except OSError as error:
-        if is_shortage(error):
-            raise
-        raise AttachError(
-            f"slots can't be made in {folder}: {error.strerror}.",
-            f"make {folder.parent} writable, and room in it, or name another tmpfs with --dir (REFT_DIR)",
-        ) from error
 
 
 def lock_file(path: Path, what: str) -> int:

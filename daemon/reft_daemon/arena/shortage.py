@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import resource
+from collections.abc import Iterator
+from pathlib import Path
 
 from reft.errors import AttachError
 
@@ -24,6 +26,26 @@ def is_shortage(error: Exception) -> bool:
 def shortage_error(error: OSError) -> AttachError:
     """Returns the error for a caller: the system refused a call that the daemon needed."""
     return AttachError(f"the daemon can't do this now: {error}.", SHORTAGE_HINT)
+
+
+@contextlib.contextmanager
+def remedied(what: str, folder: Path, remedy: str) -> Iterator[None]:
+    """Turns an error of the file system in the block into one with a remedy.
+
+    Args:
+        what: the files that the block makes.
+        folder: where it makes them.
+        remedy: what to do about it.
+
+    Raises:
+        AttachError: the file system takes no file there.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        raise AttachError(f"{what} can't be made in {folder}: {error.strerror or error}.", remedy) from error
 
 
 def take_all_descriptors() -> None:

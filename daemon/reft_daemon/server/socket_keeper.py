@@ -13,19 +13,18 @@ next daemon tells it there that the protocols differ.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from reft.errors import AttachError, ConfigError, ReftError
+from reft.errors import ConfigError, ReftError
 from reft.folders import claim_folder
 from reft.wire.tls import Tls
 from reft_daemon.arena.arena import lock_file
-from reft_daemon.arena.shortage import is_shortage
+from reft_daemon.arena.shortage import remedied
 from reft_daemon.registry import Registry
 from reft_daemon.server.acceptor import AcceptorThread
 from reft_daemon.server.callers import Door
@@ -34,6 +33,7 @@ from reft_daemon.server.local_socket import LocalSocket
 from reft_daemon.server.relayed_server import RelayedServer, listen_at, listen_at_path
 
 log = logging.getLogger("reft.daemon")
+REMEDY = "make that folder writable, and room in it, or name another path with --socket (REFT_SOCKET)"
 LOOK_S = 1.0
 
 
@@ -55,7 +55,7 @@ class SocketKeeper:
     def __init__(self, path: Path) -> None:
         self._path, self.local_path, self._private_path = path, _with_suffix(path, ".ln"), _with_suffix(path, ".in")
         self._lock = -1
-        with _naming_folder(path):
+        with remedied("the daemon's sockets", path.parent, REMEDY):
             self._claim()
         self._server: RelayedServer | None = None
         self._remote: RelayedServer | None = None
@@ -93,7 +93,7 @@ class SocketKeeper:
             AttachError: the sockets can't be made.
         """
         self._registry, self._services = registry, services
-        with _naming_folder(self._path):
+        with remedied("the daemon's sockets", self._path.parent, REMEDY):
             await self._open_local()
         if self._listeners:
             remote = server(Door.REMOTE)
@@ -154,20 +154,6 @@ class SocketKeeper:
         """Ends the thread, and releases the lock, so that the next daemon can serve here."""
         self.thread.close()
         os.close(self._lock)
-
-
-@contextlib.contextmanager
-def _naming_folder(path: Path) -> Iterator[None]:
-    """Turns an error of the file system into one that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        if is_shortage(error):
-            raise
-        raise AttachError(
-            f"the daemon's sockets can't be made in {path.parent}: {error.strerror or error}.",
-            "make that folder writable, and room in it, or name another path with --socket (REFT_SOCKET)",
-        ) from error
 
 
 def _with_suffix(path: Path, suffix: str) -> Path:
