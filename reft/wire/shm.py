@@ -14,7 +14,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ from numpy import ctypeslib
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAP_FIXED = 0x10  # the same on all of Linux; Python has no name for it
+POPULATE_READ = 22  # advice: map the pages now, Linux 5.14; Python has no name for it
 
 
 def huge_bytes() -> int:
@@ -72,6 +75,11 @@ def advise(pages: npt.NDArray[np.uint8], advice: int) -> int:
     The result is 0, or the errno. mmap.madvise is not used: it holds the interpreter's lock during
     the kernel's work.
     """
+    return ctypes.get_errno() if _madvise()(pages.ctypes.data, pages.nbytes, advice) else 0
+
+
+@cache  # looking it up takes as long as mapping half a MiB
+def _madvise() -> Any:
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return ctypes.get_errno() if madvise(pages.ctypes.data, pages.nbytes, advice) else 0
+    return madvise

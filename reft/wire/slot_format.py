@@ -53,6 +53,7 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import STEP_MAX, Epoch, Version
 from reft.core.layout.layout import align
 from reft.errors import FormatError
+from reft.wire.shm import POPULATE_READ, advise
 
 MAGIC: Final = b"REFTSLOT"
 MAJOR: Final = 3  # written
@@ -327,6 +328,14 @@ class SlotMap:
             if count:
                 rest[0] = rest[0][count:]
 
+    def map_pages(self, begin: int, end: int) -> Bytes | None:
+        """Returns the data from `begin` on, a multiple of PAGE, with their pages mapped.
+
+        Returns None if only `read` may give the data. `read` says what is wrong with them, if
+        anything is.
+        """
+        return None
+
     def write(self, begin: int, data: Bytes) -> None:
         """Writes uint8 [n] to the data from `begin` on.
 
@@ -452,6 +461,19 @@ class SlotMap:
 
     def _write_bytes(self, offset: int, data: bytes) -> None:
         self._slot[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+
+class SharedSlotMap(SlotMap):
+    """A slot whose bytes are the mapped pages of its file in shared memory."""
+
+    def map_pages(self, begin: int, end: int) -> Bytes | None:
+        """Maps the pages of some data; see `SlotMap.map_pages`.
+
+        Where pages are missing or their memory has failed, the kernel refuses. It sends no signal,
+        as it would if a page were touched. Before Linux 5.14 it refuses always.
+        """
+        pages = self.data[begin:end]
+        return None if advise(pages, POPULATE_READ) else pages
 
 
 class FileSlotMap(SlotMap):

@@ -23,7 +23,7 @@ from reft.core.layout.layout import align
 from reft.errors import FormatError
 from reft.wire import local_socket, messages, rpc
 from reft.wire.shm import map_file
-from reft.wire.slot_format import PAGE, Bytes, SlotMap, read_head, slot_of_head
+from reft.wire.slot_format import PAGE, Bytes, SharedSlotMap, SlotMap, read_head, slot_of_head
 from reft.wire.v1 import daemon_pb2 as pb
 
 # Spare bytes of the table: it grows when a step counter moves to another device.
@@ -268,7 +268,7 @@ class MappedSlot:
             pages, whole = map_file(descriptor, file_bytes)
             # Forked DataLoader workers must not keep the pages alive, nor copy the page tables.
             pages.madvise(mmap.MADV_DONTFORK)
-            slot = SlotMap(whole, descriptor if keeps else None)
+            slot = SharedSlotMap(whole, descriptor if keeps else None)
         except ValueError as error:
             os.close(descriptor)
             raise FormatError(f"the file of slot {name} is cut: {error}") from error

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from reft.wire.shm import advise
+from reft.wire.shm import POPULATE_READ, advise
 from reft.wire.slot_format import Bytes
 
 # One core nearly saturates memory; the second hides the time that a hypervisor takes to back a
 # page.
 THREADS = 2
 BLOCK_BYTES = 16 << 20
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # for madvise, Linux 5.14; Python has no names for them
+_POPULATE_WRITE = 23  # for madvise, Linux 5.14; Python has no name for it
 
 
 class PageMaker:
@@ -87,5 +87,5 @@ def _make(block: Bytes) -> None:
 
 
 def _map(block: Bytes) -> None:
-    if advise(block, _POPULATE_READ):
+    if advise(block, POPULATE_READ):
         block[:: mmap.PAGESIZE].sum()

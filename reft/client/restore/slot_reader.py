@@ -1,9 +1,12 @@
 """Reads a slot's data straight to where the bytes belong, and verifies each chunk there.
 
     slot's file   | chunk 3        | chunk 4        |
-                     │      │  │      │    │              one call for 4 MiB of chunks
+                     │      │  │      │    │              pages are mapped for 4 MiB of chunks
     memory        scratch  leaf a  gap   leaf b …         parts that nobody wants go to scratch
                      └──────┴──┴─ digest of chunk 3       from the same memory, while in the cache
+
+Pages that the kernel does not map are read by calls: it refuses failed memory and a cut file, and
+touching such a page would end the process. The call then says what is wrong.
 
 A wrong chunk is recorded and raises no error: other ranks wait for its bytes. All ranks make a new
 plan after the load.
@@ -23,7 +26,7 @@ from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 AtChunk = Callable[[int], object]
 
-READ_BYTES = 4 << 20  # at a time: few calls, and still in the last cache for the digest
+READ_BYTES = 4 << 20  # at a time: few calls of the kernel
 
 
 class ReadSegment(NamedTuple):
@@ -63,8 +66,7 @@ class SlotReader:
     def read(self, segments: Sequence[ReadSegment]) -> dict[int, int]:
         """Fills the segments, which are ascending and do not overlap; returns chunk → its digest.
 
-        Whole chunks are read. The kernel copies them from the slot's file, so this process maps
-        none of the slot's pages. A page with failed memory is then an error, not a signal.
+        Whole chunks are read. A page with failed memory is an error, not a signal.
         """
         digests: dict[int, int] = {}
         if self._is_short:
@@ -117,19 +119,24 @@ class SlotReader:
     def _read_chunks(self, begin: int, views: Sequence[Bytes]) -> dict[int, int]:
         digests: dict[int, int] = {}
         first = begin // self._size
-        count = -(-sum(view.nbytes for view in views) // self._size)
-        for index in range(first, first + count):
+        nbytes = sum(view.nbytes for view in views)
+        for index in range(first, first + -(-nbytes // self._size)):
             self._at_chunk(index)
-        try:
-            self._slot.read(begin, *views)
-        except FormatError:
-            self.is_bad = True
-            return digests
+        mapped = self._slot.map_pages(begin, begin + nbytes)
+        if mapped is None:
+            try:
+                self._slot.read(begin, *views)
+            except FormatError:
+                self.is_bad = True
+                return digests
         index, rest, digest = first, self._size, xxhash.xxh3_64()
         for view in views:
             at = 0
             while at < view.nbytes:
                 part = view[at : at + rest]
+                if mapped is not None:
+                    np.copyto(part, mapped[: part.nbytes])
+                    mapped = mapped[part.nbytes :]
                 digest.update(part.data)
                 at, rest = at + part.nbytes, rest - part.nbytes
                 if not rest:

@@ -47,10 +47,17 @@ def test_a_touched_slot_is_written_without_page_faults(descriptor):
 
 
 def test_touch_works_without_populate_read(descriptor, monkeypatch):
-    monkeypatch.setattr(prefault, "_POPULATE_READ", 9999)  # unknown to the kernel, as before Linux 5.14
+    monkeypatch.setattr(prefault, "POPULATE_READ", 9999)  # unknown to the kernel, as before Linux 5.14
     slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps=False)
     slot.touch()
     assert faults_of_writing(slot) < 16
+
+
+def test_the_pages_of_a_kept_slot_are_mapped_for_reading(descriptor):
+    slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps=True)
+    pages = slot.map.map_pages(0, 3 * PAGE)
+    assert pages is not None and pages.nbytes == 3 * PAGE and not pages.any()
+    slot.close()
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from itertools import pairwise
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from reft.client.restore.slot_reader import READ_BYTES, ReadSegment, SlotReader
 from reft.core.commit.version import Epoch, Version
-from reft.wire.slot_format import PAGE, Geometry, SlotMap, chunk_digest
+from reft.wire import slot_format
+from reft.wire.shm import map_file
+from reft.wire.slot_format import PAGE, Geometry, SharedSlotMap, SlotMap, chunk_digest
 
 CHUNKS = 11
 BIG_CHUNKS = 2 * READ_BYTES // PAGE + 7  # two calls of the kernel, and some more
@@ -153,6 +156,68 @@ def test_a_truncated_file_counts_as_damage(open_slot):
     reader = reader_of(cut)
     reader.read([ReadSegment(0, np.zeros(4 * PAGE, np.uint8))])
     assert reader.is_bad
+
+
+# Mapped pages
+
+
+@pytest.fixture
+def shared_slot(open_slot):
+    """The slot, as pages of its file; and the file."""
+    _, _, file = open_slot
+    return SharedSlotMap(map_file(file, os.fstat(file).st_size)[1], file), file
+
+
+def refuse(*_: object) -> int:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("begin", [0, 100, 3 * PAGE + 1])
+def test_mapped_pages_are_copied_without_a_read_of_the_file(shared_slot, monkeypatch, begin):
+    monkeypatch.setattr(os, "preadv", refuse)
+    slot, _ = shared_slot
+    reader, segments = reader_of(slot), segments_of([begin, begin + 7, 4 * PAGE, 6 * PAGE + 9])
+    digests = reader.read(segments)
+    assert not reader.is_bad and all(digests[index] == int(slot.digests[index]) for index in digests)
+    assert all(np.array_equal(memory, slot.data[at : at + memory.nbytes]) for at, memory in segments)
+
+
+def test_pages_that_the_kernel_refuses_are_not_touched(shared_slot, monkeypatch):
+    """Touching one would end this process if its memory has failed."""
+    monkeypatch.setattr(slot_format, "advise", lambda *_: errno.EFAULT)
+    slot, file = shared_slot
+    at = slot.header.geometry.data_offset
+    segments = segments_of([0, 2 * PAGE])
+    reader = reader_of(slot)
+    reader.read(segments)
+    assert not reader.is_bad and segments[0].memory.tobytes() == os.pread(file, 2 * PAGE, at)
+    monkeypatch.setattr(os, "preadv", refuse)
+    reader.read(segments)
+    assert reader.is_bad
+
+
+def test_missing_pages_count_as_damage_and_raise_no_signal(shared_slot):
+    slot, file = shared_slot
+    os.ftruncate(file, slot.header.geometry.data_offset + 2 * PAGE)
+    reader = reader_of(slot)
+    reader.read([ReadSegment(0, np.zeros(4 * PAGE, np.uint8))])
+    assert reader.is_bad
+
+
+def test_a_copy_of_mapped_pages_that_went_wrong_is_detected(shared_slot, monkeypatch):
+    copy = np.copyto
+
+    def copy_wrongly(target: np.ndarray, source: np.ndarray) -> None:
+        copy(target, source)
+        target[-1] ^= 1
+
+    reader = reader_of(shared_slot[0])
+    monkeypatch.setattr(np, "copyto", copy_wrongly)
+    reader.read([ReadSegment(0, np.zeros(2 * PAGE, np.uint8))])
+    assert reader.is_bad
+
+
+# Calls that read the file
 
 
 def test_a_read_returned_in_parts_is_completed(open_slot, monkeypatch):
