@@ -50,6 +50,7 @@ import importlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import sys
 import time
@@ -245,6 +246,11 @@ class Replica:
         for tensor, at, values in self._parts():
             tensor[at : at + len(values)].copy_(values)
 
+    def zero(self) -> None:
+        """Writes zeros, and keeps no tensor: one of them would keep all moments alive."""
+        for tensor in self.tensors():
+            tensor.zero_()
+
     def check(self, way: str) -> None:
         """Raises RuntimeError unless every byte has its value."""
         for tensor, at, values in self._parts():
@@ -276,10 +282,12 @@ def restart(rank: int, task: Task) -> None:
     with process_group(rank, task, "restart"):
         replica = Replica(task.shape)
         replica.drop_moments()
+        # After a loss the attach also makes slots for a whole state on the new node.
+        back_pages(task, replica.missing_bytes * (4 if task.case.loses_node else 1))
         seconds = restored(replica, rank, task)
         if not task.case.loses_node:
-            for tensor in replica.tensors():
-                tensor.zero_()
+            replica.zero()
+            barrier(task)
             again = restored(replica, rank, task)
             seconds |= {"existing_attach": again["attach"], "existing_load": again["load"]}
         barrier(task)
@@ -291,7 +299,7 @@ def restart(rank: int, task: Task) -> None:
 
 
 def load(rank: int, task: Task) -> None:
-    """Loads twice with DCP; writes the seconds to a file."""
+    """Loads twice with DCP; writes the seconds to a file, and saves as a script does."""
     with process_group(rank, task, "load"):
         replica, seconds = Replica(task.shape), dict[str, float]()
         for part in ("dcp", "dcp_again"):
@@ -299,6 +307,7 @@ def load(rank: int, task: Task) -> None:
             back_pages(task, replica.missing_bytes)
             seconds[part] = timed(task, lambda: load_with_dcp(replica, task))
             replica.check("DCP")
+        save_lasting(replica, rank, task)
     write(seconds, rank, task)
 
 
@@ -325,9 +334,7 @@ def write(seconds: dict[str, float], rank: int, task: Task) -> None:
 
 def restored(replica: Replica, rank: int, task: Task) -> dict[str, float]:
     """Attaches, checks the state, and closes the session; returns the seconds of the parts."""
-    # After a loss the attach also makes slots for a whole state on the new node.
     model = in_job(replica, task)
-    back_pages(task, replica.missing_bytes * (4 if task.case.loses_node else 1))
     with timed_steps() as steps:
         began = time.perf_counter()
         session = attach(model, replica, rank, task)
@@ -398,6 +405,12 @@ def save_with_dcp(replica: Replica, rank: int, task: Task) -> None:
     dcp.save(replica.tree(), checkpoint_id=task.files / "dcp", no_dist=task.case.ranks == 1)
     barrier(task)
 
+
+def save_lasting(replica: Replica, rank: int, task: Task) -> None:
+    """Saves with DCP as a script does, in place of the other checkpoint: memory may hold one."""
+    if rank == 0:
+        shutil.rmtree(task.files / "dcp")
+    barrier(task)
     model, optimizer = get_state_dict(in_job(replica, task), replica.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=task.lasting, no_dist=task.case.ranks == 1)
     barrier(task)
