@@ -1,3 +1,3 @@
-from reft_daemon.main import main
+from reft_daemon.start import main
 
 main()
