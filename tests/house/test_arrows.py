@@ -117,7 +117,6 @@ LAYERS = {
     ),
     "reft_daemon": (
         "__main__",
-        "start",
         "main",
         "server",
         "rebuild",
