@@ -28,6 +28,7 @@ import queue
 import re
 import sys
 import threading
+import time
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final
@@ -40,6 +41,7 @@ ESCAPE_MAX: Final = 12  # characters of JSON that stand for one: two surrogates
 FILE_BYTES: Final = 16 << 20
 WAITING_MAX: Final = 4096  # lines for a file that takes none at present
 CLOSE_S: Final = 2.0  # for these lines, at the end of a program
+ROOM_S: Final = 0.1  # for one line in a burst; a file that takes nothing for so long hangs
 _FACTS: Final = {"name": "reft.daemon", "levelno": logging.ERROR, "levelname": "ERROR"}
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 # C0 and C1, and what changes the order or the lines of a text: separators, marks of direction
@@ -191,9 +193,12 @@ class QueuedLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Hands a line over. Its words are made here, since their values may change."""
-        if self._waiting.qsize() >= WAITING_MAX:
-            self._missing += 1
-            return
+        end_s = time.monotonic() + ROOM_S
+        while self._waiting.qsize() >= WAITING_MAX:
+            if self._missing or time.monotonic() >= end_s:
+                self._missing += 1
+                return
+            time.sleep(0.001)
         line = copy.copy(record)
         try:
             line.msg, line.args = record.getMessage(), None
@@ -225,9 +230,9 @@ class QueuedLogHandler(logging.Handler):
         self._say_missing()
 
     def _say_missing(self) -> None:
+        if not self._missing or not self._waiting.empty():  # asked without the lock: emit may wait for room
+            return
         with self.lock:  # type: ignore[union-attr]  # logging holds this lock around emit
-            if not self._missing or not self._waiting.empty():
-                return
             missing, self._missing = self._missing, 0
         words = "%d lines before this one are missing: the log took nothing, and %d others waited"
         self._file.emit(logging.makeLogRecord({**_FACTS, "msg": words, "args": (missing, WAITING_MAX)}))

@@ -250,3 +250,12 @@ def test_a_log_that_cannot_be_opened_anew_says_so_in_the_earlier_file(tmp_path):
     queued.reopen()
     queued.close()
     assert "can't be opened anew: [Errno 2]" in (tmp_path / "other" / "log").read_text()
+
+
+def test_a_burst_of_more_lines_than_may_wait_loses_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_lines, "WAITING_MAX", 5)
+    monkeypatch.setattr(log_lines, "ROOM_S", 60.0)
+    queued = QueuedLogHandler(LogFileHandler(tmp_path / "log"))
+    say(queued, 100)
+    queued.close()
+    assert (tmp_path / "log").read_text().splitlines() == [f"line {number}" for number in range(100)]
