@@ -18,15 +18,20 @@ So nobody can push a field out of the line by a long name.
 from __future__ import annotations
 
 import contextlib
+import copy
+import enum
 import json
 import logging
 import logging.handlers
 import os
+import queue
 import re
 import sys
+import threading
+import time
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from reft.errors import FIX
 
@@ -34,6 +39,9 @@ audit_log = logging.getLogger("reft.audit")
 LINE_MAX: Final = 4096  # characters of a message; tracebacks come behind it, whole
 ESCAPE_MAX: Final = 12  # characters of JSON that stand for one: two surrogates
 FILE_BYTES: Final = 16 << 20
+WAITING_MAX: Final = 4096  # lines for a file that takes none at present
+CLOSE_S: Final = 2.0  # for these lines, at the end of a program
+ROOM_S: Final = 0.1  # for one line in a burst; a file that takes nothing for so long hangs
 _FACTS: Final = {"name": "reft.daemon", "levelno": logging.ERROR, "levelname": "ERROR"}
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 # C0 and C1, and what changes the order or the lines of a text: separators, marks of direction
@@ -157,19 +165,103 @@ class LogFileHandler(logging.handlers.RotatingFileHandler):
             self.release()
 
 
-def begin_log(path: Path | None = None) -> LogFileHandler | None:
+class LogOrder(enum.Enum):
+    """Tells the thread of a log something else than a line."""
+
+    REOPEN = enum.auto()
+    END = enum.auto()
+
+
+class QueuedLogHandler(logging.Handler):
+    """Gives lines to a thread that writes the file.
+
+    So a file system that hangs stops only that thread. Lines beyond WAITING_MAX are counted, and
+    the log says later how many are missing.
+
+    Args:
+        file: takes the lines; no other code writes there.
+    """
+
+    def __init__(self, file: LogFileHandler) -> None:
+        super().__init__()
+        self._file = file
+        # WAITING_MAX lines at most. A Queue would lock itself out if __del__ logs within `put`.
+        self._waiting: queue.SimpleQueue[logging.LogRecord | LogOrder] = queue.SimpleQueue()
+        self._missing = 0
+        self._thread = threading.Thread(target=self._write, name="reft-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hands a line over. Its words are made here, since their values may change."""
+        end_s = time.monotonic() + ROOM_S
+        while self._waiting.qsize() >= WAITING_MAX:
+            if self._missing or time.monotonic() >= end_s:
+                self._missing += 1
+                return
+            time.sleep(0.001)
+        line = copy.copy(record)
+        try:
+            line.msg, line.args = record.getMessage(), None
+            self._waiting.put(line)
+        except Exception:
+            self.handleError(record)
+
+    def reopen(self) -> None:
+        """Lets the thread open the path anew, behind the lines that wait."""
+        if self._waiting.qsize() < WAITING_MAX:  # else the file hangs, and another signal comes
+            self._waiting.put(LogOrder.REOPEN)
+
+    def close(self) -> None:
+        """Waits for the lines, CLOSE_S at most, and closes the file."""
+        self._waiting.put(LogOrder.END)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._file.stream = None  # type: ignore[assignment]  # to close a file that hangs would hang
+        self._file.close()
+        super().close()
+
+    def _write(self) -> None:
+        while (each := self._waiting.get()) is not LogOrder.END:
+            if isinstance(each, logging.LogRecord):
+                self._file.emit(each)
+            else:
+                self._reopen()
+            self._say_missing()
+        self._say_missing()
+
+    def _say_missing(self) -> None:
+        if not self._missing or not self._waiting.empty():  # asked without the lock: emit may wait for room
+            return
+        with self.lock:  # type: ignore[union-attr]  # logging holds this lock around emit
+            missing, self._missing = self._missing, 0
+        words = "%d lines before this one are missing: the log took nothing, and %d others waited"
+        self._file.emit(logging.makeLogRecord({**_FACTS, "msg": words, "args": (missing, WAITING_MAX)}))
+
+    def _reopen(self) -> None:
+        try:
+            self._file.reopen()
+        except OSError as error:
+            words = "SIGHUP: the log can't be opened anew: %s"
+            self._file.emit(logging.makeLogRecord({**_FACTS, "msg": words, "args": (error,)}))
+
+
+def begin_log(path: Path | None = None) -> QueuedLogHandler | None:
     """Lets this process log to stderr, or to a file.
 
     Args:
         path: of the file; None: stderr.
 
     Returns:
-        The handler of the file; None for stderr.
+        The handler of the file, to close at the end of the program; None for stderr.
 
     Raises:
         OSError: the file can't be opened.
     """
-    handler = logging.StreamHandler(sys.stderr) if path is None else LogFileHandler(path)
+    if path is None:
+        handler: logging.StreamHandler[Any] = logging.StreamHandler(sys.stderr)
+    else:
+        handler = LogFileHandler(path)
     handler.setFormatter(LineFormatter())
-    logging.basicConfig(handlers=[handler], level=logging.INFO)
-    return handler if isinstance(handler, LogFileHandler) else None
+    queued = QueuedLogHandler(handler) if isinstance(handler, LogFileHandler) else None
+    logging.basicConfig(handlers=[queued or handler], level=logging.INFO)
+    return queued

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft import log_lines
-from reft.log_lines import LINE_MAX, LineFormatter, LogFileHandler, escape
+from reft.log_lines import LINE_MAX, LineFormatter, LogFileHandler, QueuedLogHandler, escape
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import DaemonProcess, until
+from tests.support.frozen import freeze, loop_disk, thaw
 
 
 def test_an_audit_line_has_one_form(caplog):
@@ -180,3 +182,80 @@ def test_a_log_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeError, match="can't be opened: Not a directory"):
         DaemonProcess("--log", str(tmp_path / "file" / "log"))
+
+
+def test_a_daemon_serves_while_the_disk_of_its_log_hangs():
+    with loop_disk() as disk:
+        daemon = DaemonProcess("--log", str(disk / "log"))
+        try:
+            freeze(disk)
+            daemon.socket.unlink()
+            until(daemon.socket.exists, what="the new socket, of which the log gets a line")
+            daemon.process.send_signal(signal.SIGHUP)
+            daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL))
+            thaw(disk)
+            until(lambda: "removed the sockets" in (disk / "log").read_text(), what="the line")
+        finally:
+            thaw(disk)
+            daemon.close()
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """Yields the handler of a file that takes lines only once the event is set, and the event."""
+    free = threading.Event()
+
+    class HangingLogHandler(LogFileHandler):
+        def emit(self, record: logging.LogRecord) -> None:
+            free.wait()
+            super().emit(record)
+
+    queued = QueuedLogHandler(HangingLogHandler(tmp_path / "log"))
+    yield queued, free
+    free.set()
+    queued.close()
+
+
+def say(handler: logging.Handler, count: int) -> None:
+    for number in range(count):
+        handler.handle(logging.LogRecord("reft", logging.INFO, "", 0, "line %d", (number,), None))
+
+
+def test_lines_beyond_the_bound_are_counted_while_a_log_hangs(hanging, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_lines, "WAITING_MAX", 5)
+    queued, free = hanging
+    say(queued, 1)
+    until(lambda: queued._waiting.empty(), what="the thread, which waits with the first line")
+    say(queued, 8)
+    free.set()
+    queued.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[:-1] == ["line 0", *(f"line {number}" for number in range(5))]
+    assert lines[-1].startswith("3 lines before this one are missing")
+
+
+def test_a_log_that_hangs_does_not_keep_a_program_from_its_end(hanging, tmp_path, monkeypatch):
+    monkeypatch.setattr(log_lines, "CLOSE_S", 0.1)
+    queued, _ = hanging
+    say(queued, 3)
+    queued.close()
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_log_that_cannot_be_opened_anew_says_so_in_the_earlier_file(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    queued = QueuedLogHandler(LogFileHandler(folder / "log"))
+    folder.rename(tmp_path / "other")
+    queued.reopen()
+    queued.close()
+    assert "can't be opened anew: [Errno 2]" in (tmp_path / "other" / "log").read_text()
+
+
+def test_a_burst_of_more_lines_than_may_wait_loses_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_lines, "WAITING_MAX", 5)
+    monkeypatch.setattr(log_lines, "ROOM_S", 60.0)
+    queued = QueuedLogHandler(LogFileHandler(tmp_path / "log"))
+    say(queued, 100)
+    queued.close()
+    assert (tmp_path / "log").read_text().splitlines() == [f"line {number}" for number in range(100)]

@@ -16,7 +16,7 @@ from reft.config import Config, parse_size, slots_folder
 from reft.core.budget import format_bytes
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.failpoints import Failpoints
-from reft.log_lines import LogFileHandler, begin_log
+from reft.log_lines import QueuedLogHandler, begin_log
 from reft.wire import rpc
 from reft.wire.process import oom_score, set_oom_score
 from reft.wire.tls import Tls
@@ -50,7 +50,7 @@ SPARE_S = 5.0  # between two tries to make spare files
 GRACE_S = 1.0  # time that running calls get to end when the daemon stops
 
 
-async def serve(settings: DaemonSettings, log_file: LogFileHandler | None) -> None:
+async def serve(settings: DaemonSettings, log_file: QueuedLogHandler | None) -> None:
     """Runs the daemon until SIGTERM, SIGINT, or the end of the idle time."""
     take_all_descriptors()
     if oom_score() > OOM_SCORE and not set_oom_score(OOM_SCORE):
@@ -138,7 +138,7 @@ async def _until_stopped(
     registry: Registry,
     socket_keeper: Coroutine[None, None, None],
     settings: DaemonSettings,
-    log_file: LogFileHandler | None,
+    log_file: QueuedLogHandler | None,
 ) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -168,13 +168,10 @@ async def _until_stopped(
         task.result()
 
 
-def _reload(tls: Tls | None, log_file: LogFileHandler | None) -> None:
+def _reload(tls: Tls | None, log_file: QueuedLogHandler | None) -> None:
     """Answers SIGHUP: opens the log anew, and reads the certificates again."""
     if log_file is not None:
-        try:
-            log_file.reopen()
-        except OSError as error:
-            log.error("SIGHUP: the log can't be opened anew: %s", error)
+        log_file.reopen()
     if tls is not None:
         tls.reread()
     if tls is None and log_file is None:
@@ -361,3 +358,6 @@ def main(
     except (ReftError, OSError) as error:
         log.error("%s", error)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
+    finally:
+        if log_file is not None:
+            log_file.close()

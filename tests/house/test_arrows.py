@@ -20,7 +20,7 @@ MOST_ENTRIES = 14  # files and folders directly in a package
 
 LEAVES = {
     *("reft.errors", "reft.config", "reft.console", "reft.failpoints", "reft.private_names", "reft.schedules"),
-    *("reft.folders", "reft.log_lines"),
+    *("reft.folders", "reft.interrupts", "reft.log_lines"),
 }
 # The integrations run in the trainer, so they belong to the client program.
 PROGRAMS = {
@@ -96,6 +96,7 @@ LAYERS = {
     ),
     "reft.cli": (
         *(
+            "start",
             "main",
             "rehearse",
             "demo",

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import psutil
 
-from reft.core.budget import MemoryLimit
+from reft.core.budget import MemoryLimit, format_bytes
 
 # share of the machine's memory that stays free: the kernel kills processes before all memory is
 # used
 MARGIN = 0.05
+# Stays free in a cgroup, for mover and persister. A persister takes some 60 MiB while it writes. It
+# begins after the slots are made, and the kernel would kill that process at the cgroup's limit.
+CHILDREN_BYTES = 96 << 20
 _UNLIMITED = 1 << 60
 
 
@@ -32,7 +35,7 @@ def limits(
         cgroups: where the cgroup file system is mounted.
         spare_bytes: bytes of spare files that the new reservation would use; the machine has given
             them already.
-        margin: share of the machine's memory that stays free.
+        margin: share of the machine's memory that stays free; 0: cgroups keep nothing free either.
     """
     memory = psutil.virtual_memory()
     bounds = [
@@ -50,13 +53,15 @@ def limits(
                 "start reft-daemon with a larger --memory, or attach with fewer slots",
             )
         )
+    kept_bytes = CHILDREN_BYTES if margin else 0
+    kept_words = f", less {format_bytes(kept_bytes)} for the daemon's child processes," if kept_bytes else ""
     for group in _groups(proc, cgroups):
         free = _group_free(group)
         if free is not None:
             bounds.append(
                 MemoryLimit(
-                    f"the memory limit of the cgroup {group}",
-                    free + spare_bytes,
+                    f"the memory limit of the cgroup {group}{kept_words}",
+                    free - kept_bytes + spare_bytes,
                     "raise the container's memory limit, or attach with fewer slots",
                 )
             )

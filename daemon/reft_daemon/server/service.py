@@ -391,7 +391,10 @@ class DaemonService(pb_grpc.DaemonServicer):
         for each in reply.jobs:
             each.signals.extend(await registry.heartbeat_service.status(each.job, is_brief=not call.is_local))
         if request.deep:
-            await asyncio.gather(*(self._ask_peers(job, status) for job, status in zip(jobs, reply.jobs, strict=True)))
+            # The smallest job first: its call says whether a node answers.
+            pairs = sorted(zip(jobs, reply.jobs, strict=True), key=lambda pair: pair[0].record.manifest.world)
+            silent: dict[tuple[str, ...], asyncio.Future[bool]] = {}
+            await asyncio.gather(*(self._ask_peers(job, status, silent) for job, status in pairs))
         own = pb.StatusReply(
             node=self._identity.node, node_id=registry.arena.node_id, version=__version__, pid=os.getpid(),
             held_bytes=registry.arena.held_bytes, limit_bytes=self._identity.limit_bytes,
@@ -411,8 +414,17 @@ class DaemonService(pb_grpc.DaemonServicer):
         reply.MergeFrom(own)
         return reply
 
-    async def _ask_peers(self, job: JobRecord, status: pb.JobStatus) -> None:
-        """Adds the status of the job's other daemons; names those that don't answer."""
+    async def _ask_peers(
+        self, job: JobRecord, status: pb.JobStatus, silent: dict[tuple[str, ...], asyncio.Future[bool]]
+    ) -> None:
+        """Adds the status of the job's other daemons; names those that don't answer.
+
+        Args:
+            job: the job.
+            status: of the job, as this daemon knows it.
+            silent: id and addresses of each node that was asked → whether the node is silent. One
+                job asks first: a lost node would else cost 200 jobs a call each, to its deadline.
+        """
         manifest = job.record.manifest
         names = node_names(manifest)
         name_ranks(status, names.get(self._registry.arena.node_id, ""))
@@ -422,11 +434,22 @@ class DaemonService(pb_grpc.DaemonServicer):
         gravest = {each.node_id: each for each in status.signals}
 
         async def ask(node: pb.Node) -> pb.JobStatus | None:
+            key, is_silent = (node.id, *node.addresses), False
+            is_known = key in silent
+            first = silent.setdefault(key, asyncio.get_running_loop().create_future())
+            if is_known and await asyncio.shield(first):
+                return None
             call = self._registry.peers.call(node, tokens, pb_grpc.DaemonStub, "Status", request, STATUS_DEADLINE_S)
             try:
                 reply: pb.StatusReply = await call  # type: ignore[assignment]
-            except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError):
+            except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError) as error:
+                # a daemon that answers knows each job by itself
+                is_silent = isinstance(error, grpc.RpcError) and error.code() in _SILENT
+                is_silent &= not isinstance(error, UnprovedReply)
                 return None
+            finally:
+                if not first.done():
+                    first.set_result(is_silent)
             if not reply.jobs:
                 return None
             merge_signals(gravest, reply.jobs[0].signals)

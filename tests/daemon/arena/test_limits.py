@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from reft.core.budget import refusal
 from reft.errors import NoRoom
 from reft_daemon.arena import limits
 from reft_daemon.arena.arena import Arena
@@ -16,7 +17,7 @@ GIB = 1 << 30
 
 
 def free_of(tmp_path: Path, line: str, groups: dict[str, dict[str, str]]) -> dict[str, int]:
-    """Returns folder → free bytes, for each limit that a cgroup sets."""
+    """Returns folder → free bytes, for each limit that a cgroup sets, if nothing is kept free."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self/cgroup").write_text(line)
@@ -24,7 +25,7 @@ def free_of(tmp_path: Path, line: str, groups: dict[str, dict[str, str]]) -> dic
         (cgroups / folder).mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (cgroups / folder / name).write_text(text)
-    found = limits.limits(0, 0, proc, cgroups)
+    found = limits.limits(0, 0, proc, cgroups, margin=0.0)
     prefix = f"the memory limit of the cgroup {cgroups}"
     return {
         limit.name.removeprefix(prefix): limit.free_bytes
@@ -87,6 +88,16 @@ def test_version_1(tmp_path):
 def test_a_container_that_sees_itself_as_the_root(tmp_path):
     groups = {"": {"memory.max": str(GIB), "memory.current": "0"}}
     assert free_of(tmp_path, "0::/host/path/that/is/not/mounted\n", groups) == {"": GIB}
+
+
+def test_slots_leave_memory_for_the_daemons_child_processes(tmp_path):
+    """Else the kernel kills each persister, and no checkpoint is ever complete."""
+    groups = {"": {"memory.max": str(170 << 20), "memory.current": str(20 << 20)}}
+    assert free_of(tmp_path, "0::/\n", groups) == {"": 150 << 20}, "for capsules"
+    (bound,) = limits.limits(0, 0, tmp_path / "proc", tmp_path / "cgroup")[1:]
+    assert bound.free_bytes == (150 << 20) - limits.CHILDREN_BYTES
+    text = refusal(142 << 20, [bound])
+    assert "need 142.0 MiB" in text and "less 96.0 MiB for the daemon's child processes, leaves 54.0 MiB" in text
 
 
 def test_no_cgroup_gives_no_limit(tmp_path):

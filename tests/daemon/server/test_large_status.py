@@ -8,8 +8,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.message import Message
+from grpc.aio import Metadata
 
 from reft.core.membership.failure_detector import NodeReport, Signal
 from reft.errors import AttachError
@@ -104,6 +106,38 @@ def counts_of(
         return counts
 
     return asyncio.run(run())
+
+
+def test_jobs_that_share_a_silent_node_ask_that_node_once(arena):
+    """A node that answers is asked for each job."""
+    asked: list[str] = []
+
+    async def call(
+        node: pb.Node, tokens: object, stub: object, method: str, request: pb.StatusRequest, *_: object
+    ) -> Message:
+        asked.append(node.id)
+        await asyncio.sleep(0)
+        if node.id == "id1":
+            raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, Metadata(), Metadata())
+        return pb.StatusReply(jobs=[pb.JobStatus(job=request.job)])
+
+    async def run() -> None:
+        service = await service_of(arena, 3)
+        for name in ("second", "third"):
+            described = pb.Manifest()
+            described.CopyFrom(service._registry.jobs["job"].record.manifest)
+            described.job, described.launch = name, name
+            decision = pb.Decision(epoch=messages.epoch_to(epoch_of(1)))
+            await service._registry.decide(pb.DecideRequest(manifest=described, decision=decision))
+        service._registry.peers.call = call  # type: ignore[method-assign]
+        reply = await service.Status(pb.StatusRequest(deep=True), LOCAL)
+        assert [(each.job, [*each.silent_nodes]) for each in reply.jobs] == [
+            (name, ["n1"]) for name in ("job", "second", "third")
+        ]
+        assert (asked.count("id1"), asked.count("id2")) == (1, 3)
+        await service._registry.close(True)
+
+    asyncio.run(run())
 
 
 async def ask_status(service: DaemonService) -> pb.StatusReply:
