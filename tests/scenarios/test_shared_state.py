@@ -76,6 +76,20 @@ def test_shared_state_comes_back_if_a_later_parameter_had_it_first(attach):
     assert state_bytes(other, another) == state_bytes(model, optimizer)
 
 
+@pytest.mark.parametrize("wide_at", [64, 16])
+def test_buffers_of_other_element_sizes_in_one_block_all_come_back(attach, wide_at):
+    """Both views begin at element 64 of their dtype, or at the same byte, and have one shape."""
+
+    def make():
+        model = nn.Linear(4, 4)
+        block = torch.randint(0, 256, (1024,), dtype=torch.uint8)
+        model.register_buffer("narrow", block[64:128])
+        model.register_buffer("wide", block[4 * wide_at :][:256].view(torch.int32))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    round_trip(attach, make)
+
+
 def test_state_with_the_memory_of_a_buffer_is_refused_by_name():
     model = nn.Linear(4, 4)
     model.register_buffer("average", torch.zeros(4))

@@ -106,18 +106,9 @@ class GatheredState:
     def match(self, has_optimizer: bool, dtype: str = "") -> ExportMatch:
         """Returns the tensors of the export; see `match_export`."""
         pieces, problems = pieces_of(self.state.placement, lambda rank: self.leaves[rank], self.unforeseen)
-        found = match_export(pieces, has_optimizer, dtype, self._empty())
+        found = match_export(pieces, has_optimizer, dtype)
         found.problems += problems
         return found
-
-    def _empty(self) -> Iterator[Leaf]:
-        """Yields the tensors without elements: no slot has bytes of them, a state dict has them."""
-        for rank, leaves in self.leaves.items():
-            own = self.unforeseen[rank]
-            foreseen = (leaf for name, leaf in leaves.items() if name not in own.missing)
-            for leaf in (*foreseen, *(leaf for leaf, _ in own.others)):
-                if 0 in leaf.global_shape:
-                    yield leaf
 
     def blocks(self, match: ExportMatch, scratch: Path) -> Iterator[GatheredBlock]:
         """Yields the bytes of the tensors.

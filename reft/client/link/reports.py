@@ -257,15 +257,20 @@ class Reporter:
         """Waits until `step` is decided; returns whether that step or a newer one is whole.
 
         Not for use inside a training step. Ends early if the daemon misses slots: the step may be
-        waiting for these slots.
+        waiting for these slots. Ends at a `close`, too: a report after it may name an old epoch.
         """
         end = time.monotonic() + deadline_s
+        connection: ReportConnection | None = None
         with self._changed:
             while not (self._outcome.decides(step) or self.is_stale or self.reply.slots_missing):
                 if (left := end - time.monotonic()) <= 0:
                     break
+                connection = self._connection or connection
                 # Not at once: the daemon replies immediately until this rank has answered the step.
-                if not self._changed.wait(min(AGAIN_S, left)) and not self._unanswered:
+                is_notified = self._changed.wait(min(AGAIN_S, left))
+                if connection is not None and self._connection is None and self.error is None:
+                    break  # a connection that was lost would have left an error
+                if not is_notified and not self._unanswered:
                     self.send()
             return self._outcome.whole >= step
 

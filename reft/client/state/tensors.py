@@ -102,7 +102,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-# Storage, offset in it, shape, strides: tensors of one identity are one leaf.
+# Address, bytes of an element, shape, strides: tensors of one identity are one leaf.
 _Identity = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 SHAPE = attrgetter("shape")
 DTYPE = attrgetter("dtype")
@@ -443,7 +443,7 @@ class TensorIndex:
 
 def identity_of(local: torch.Tensor) -> _Identity:
     """Returns where a plain tensor's memory lies, and in which order its elements lie there."""
-    return local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride()
+    return local.data_ptr(), local.element_size(), tuple(local.shape), local.stride()
 
 
 def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Region | None = None, form: str = "") -> Leaf:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reft.core.layout.layout import Leaf, strides_of
@@ -69,20 +69,17 @@ class ExportMatch:
     notes: list[str] = field(default_factory=list)
 
 
-def match_export(
-    pieces: Sequence[TensorPiece], has_optimizer: bool, dtype: str = "", empty: Iterable[Leaf] = ()
-) -> ExportMatch:
+def match_export(pieces: Sequence[TensorPiece], has_optimizer: bool, dtype: str = "") -> ExportMatch:
     """Returns the tensors of an export, and where their bytes come from.
 
     Args:
         pieces: the pieces of all old ranks.
         has_optimizer: whether optimizer state is exported, too.
         dtype: of floating point weights in the export, one of DTYPES; empty: as they are held.
-        empty: the tensors without elements, of which there are no pieces.
     """
     done, held = ExportMatch(), dict[str, Leaf]()
-    for leaf in (*(piece.leaf for piece in pieces), *empty):
-        held.setdefault(leaf.name, leaf)
+    for piece in pieces:
+        held.setdefault(piece.leaf.name, piece.leaf)
     _add_weights(done, held, dtype)
     if has_optimizer:
         _add_moments(done, held)

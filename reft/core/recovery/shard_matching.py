@@ -160,6 +160,8 @@ def pieces_of(
 ) -> tuple[list[TensorPiece], list[str]]:
     """Returns all pieces of the old job's state, and its contradictions, a line each.
 
+    Empty pieces are left out, except those of tensors without elements: a step expects these, too.
+
     Args:
         placement: under which the pieces were written.
         leaves_of: old rank → its foreseen leaves, by name.
@@ -180,7 +182,8 @@ def pieces_of(
     for rank, own in sorted(owns.items()):
         for leaf, seat in _own_pieces(placement, leaves_of(rank), rank, own):
             locations.setdefault(replace(leaf, staged=False) if leaf.staged else leaf, []).append(seat)
-    return [TensorPiece(leaf, tuple(seats)) for leaf, seats in locations.items() if leaf.nbytes], problems
+    kept = [(leaf, seats) for leaf, seats in locations.items() if leaf.nbytes or 0 in leaf.global_shape]
+    return [TensorPiece(leaf, tuple(seats)) for leaf, seats in kept], problems
 
 
 def leaves_elsewhere(
@@ -269,7 +272,8 @@ def match(
     shard_match = ShardMatch()
     held: dict[str, list[TensorPiece]] = {}
     for piece in pieces:
-        held.setdefault(piece.leaf.name, []).append(piece)
+        if piece.leaf.nbytes:
+            held.setdefault(piece.leaf.name, []).append(piece)
     takers = _takers(wanted)
     fits: dict[object, _PieceFit] = {}
     for name in sorted(takers):

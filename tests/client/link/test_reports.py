@@ -259,6 +259,22 @@ def test_wait_returns_the_outcome(reporter, played):
     assert not reporter.wait(2, 0.0)
 
 
+def test_wait_ends_when_a_new_layout_closes_the_connection(reporter, played, caplog):
+    """The daemon would call a further report that of an old start, and say: end this process."""
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reporter.wait, 1, 20)
+        played.next()  # it waits, and asks again
+        reporter.close()
+        assert not waiting.result(20)
+    played.listening.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        played.listening.accept()
+    assert not caplog.messages
+
+
 def test_wait_does_not_ask_after_each_reply(reporter, played):
     """The daemon answers at once if all reported steps are decided.
 

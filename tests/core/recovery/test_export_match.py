@@ -63,8 +63,8 @@ def test_two_models_keep_their_numbers_only_if_names_clash() -> None:
 
 def test_tensors_without_elements_are_there() -> None:
     """A state dict has them, so a strict load wants them."""
-    empty = [piece(name, (0, 5)).leaf for name in ("model.0.none", "optimizer.0.exp_avg.model.0.none")]
-    match = match_export([piece("model.0.w", (4,))], True, "bfloat16", empty)
+    empty = [piece(name, (0, 5)) for name in ("model.0.none", "optimizer.0.exp_avg.model.0.none")]
+    match = match_export([*empty, piece("model.0.w", (4,))], True, "bfloat16")
     assert [(each.name, each.shape, each.leaf.nbytes) for each in match.tensors] == [
         ("none", (0, 5), 0), ("w", (4,), 16), ("state.none.exp_avg", (0, 5), 0),
     ]  # fmt: skip

@@ -176,6 +176,20 @@ def test_inline_leaves_that_did_not_exist_are_in_no_capsule():
     assert capsules == {"more0", "own1", "more1"}
 
 
+def test_state_of_a_tensor_without_elements_is_held_and_wanted():
+    """Its optimizer's next step expects the empty moment beside the counter."""
+    empty = [rows("model.z", 0, 0, whole=0), rows("optimizer.0.m.model.z", 0, 0, whole=0)]
+    leaves = [[*empty, rows("model.w", 0, 8), rows("optimizer.0.m.model.w", 4 * rank, 0)] for rank in range(2)]
+    placement = placement_for(leaves, [0, 1], "none", None, 4096)
+    tables = [{leaf.name: leaf for leaf in each} for each in leaves]
+    owns = {0: UnforeseenLeaves(), 1: UnforeseenLeaves()}
+    pieces, problems = pieces_of(placement, lambda rank: tables[rank], owns)
+    assert not problems and {piece.leaf.name for piece in pieces} == {*(leaf.name for leaf in empty), "model.w"}
+    wanted = wanted_leaves([leaves[0]], pieces)
+    assert wanted == [tuple(leaves[0][:3])]
+    assert not match(pieces, wanted).problems
+
+
 def test_a_replica_that_some_holders_lack_is_reported():
     leaves = [[rows("a", 0, 8)]] * 2
     placement = placement_for(leaves, [0, 1], "none", None, 4096)
