@@ -632,7 +632,7 @@ def test_an_attach_during_a_rebuild_leases_no_unfinished_slot(tmp_path):
 
 
 def test_a_rebuild_frees_what_a_killed_daemon_left_of_an_earlier_one(tmp_path):
-    """The daemon takes the unfinished slot over at its start, and each further try took one more."""
+    """The next daemon takes the unfinished slot over. Each further try took one more."""
 
     async def run() -> None:
         lost = _LostSlot(0, pb.CapsuleRecord(), b"table", Geometry(PAGE, CHUNK, CHUNK))
