@@ -42,7 +42,7 @@ from reft_daemon.persist.child import text_of
 from reft_daemon.persist.slot_copy import SlotSource
 
 STALL_S: Final = 60.0  # without progress of a command
-COMMIT_S: Final = 180.0  # LOOKUP_S for an index, and a stall
+COMMIT_S: Final = 180.0  # LOOKUP_S for an index, and a stall; the next checkpoint waits for a discard
 PRUNE_S: Final = 600.0  # large files are removed slowly
 LOOK_S: Final = 0.25  # between two looks at a command's progress
 LINGER_S: Final = 2.0  # in which a killed process that does not wait for storage ends
@@ -190,7 +190,7 @@ class Persister:
             "do": "discard", "job": job, "lineage": lineage, "version": fields_of(version),
             "attempts": (attempts.start, attempts.stop),
         }  # fmt: skip
-        await self._call(message, PRUNE_S)
+        await self._call(message, COMMIT_S)
 
     async def prune(self, job: str, lineage: str, decision: Decision, retention: RetentionSettings) -> int:
         """Removes the checkpoints that are not kept; returns their number.
