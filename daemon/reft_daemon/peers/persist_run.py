@@ -4,6 +4,7 @@
                                   an error ────────────► another attempt of it, ATTEMPTS in all
                                   silent for SILENCE_S ► given up
     all are written ─► MANIFEST
+    a node failed too often, or is given up ─► what the others have written is removed
 
 A lost question or answer is asked again. Attempts of an epoch grow, so a node tells late ones.
 """
@@ -56,6 +57,7 @@ class PersistRun:
         moved_s: when a node last said that storage has taken something.
         replies: node → its newest reply.
         record: manifest and decision of the version.
+        has_failed: whether not all nodes have written. Then no manifest names these attempts.
     """
 
     job: JobRecord
@@ -67,6 +69,7 @@ class PersistRun:
     moved_s: float = field(init=False)
     replies: dict[int, pb.PersistReply] = field(default_factory=dict)
     record: pb.JobRecord = field(init=False)
+    has_failed: bool = False
 
     def __post_init__(self) -> None:
         self.record = self.job.record  # an attach replaces the job's record by another one
@@ -90,6 +93,9 @@ class PersistRun:
         tasks = [asyncio.ensure_future(self._write_on(index)) for index in range(count)]
         try:
             return list(await asyncio.gather(*tasks))
+        except StorageFailed:
+            self.has_failed = True
+            raise
         finally:
             for task in tasks:
                 task.cancel()
@@ -141,6 +147,16 @@ class PersistRun:
         reply = await self.peers.call(node, tokens, pb_grpc.PeerStub, "Persist", request, CALL_S, reconnect=True)
         assert isinstance(reply, pb.PersistReply)
         return reply
+
+    async def discard(self, persister: Persister) -> None:
+        """Removes what nodes have written, after a failure. Else each one takes room for a day.
+
+        Raises:
+            StorageFailed: storage does not answer.
+        """
+        self.writer.drop(self.job.id)
+        attempts = range(self.attempt, self.attempt + ATTEMPTS)
+        await persister.discard(self.job.id, self.record.manifest.lineage, self.version, attempts)
 
     async def commit(self, persister: Persister, nodes: list[stored.StoredNode], failpoints: Failpoints) -> None:
         """Completes the checkpoint.

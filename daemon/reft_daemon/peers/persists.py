@@ -370,11 +370,16 @@ class PersistService:
                     state.cadence = state.cadence.end(state.found.version.step, is_complete=True)
 
     async def _run(self, job: JobRecord, state: JobState, run: PersistRun) -> None:
-        """Makes one checkpoint, or says why not; then removes old ones."""
+        """Makes one checkpoint, or says why not; then removes what is not needed."""
         try:
-            if await self._is_persisted(job, state, run) and state.epoch == run.version.epoch:
-                state.task_s = time.monotonic()
+            is_complete = await self._is_persisted(job, state, run)
+            state.task_s = time.monotonic()
+            if is_complete and state.epoch == run.version.epoch:
                 await self._prune(job, state)
+            elif run.has_failed and self._persister is not None:
+                await run.discard(self._persister)
+        except StorageFailed as error:
+            log.error("job=%s remains of step %d are not removed: %s", job.id, run.version.step, error.message)
         finally:
             if state.task is asyncio.current_task():
                 state.task = None

@@ -440,6 +440,27 @@ def has_ended(lineage: AnyFolder, job: str, key: bytes | None) -> bool:
     return True
 
 
+def discard_attempts(lineage: AnyFolder, version: Version, attempts: range) -> None:
+    """Removes what all nodes wrote in the attempts of a checkpoint that was given up.
+
+    No manifest names such an attempt. It stays, as other remains do, where storage does not let it
+    go. The folder of the checkpoint goes if it is empty then.
+
+    Args:
+        lineage: its folder.
+        version: of the checkpoint.
+        attempts: those of the coordinator's run.
+    """
+    checkpoint = lineage.folder(str(stored_names.CheckpointName.of(version)))
+    with contextlib.suppress(OSError, FormatError):
+        for name in checkpoint.names():
+            found = stored_names.node_attempt(name)
+            if found is not None and found[1] in attempts:
+                _empty(checkpoint.folder(name))
+                checkpoint.remove_folder(name)
+        lineage.remove_folder(checkpoint.name)
+
+
 def _remove(lineage: AnyFolder, name: str) -> None:
     checkpoint = lineage.folder(name)
     checkpoint.remove(stored_names.MANIFEST)

@@ -35,7 +35,7 @@ from reft_daemon.child.control_channel import (
     send_message,
     version_of,
 )
-from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint, has_ended
+from reft_daemon.persist.checkpoint_store import CheckpointStore, ListedCheckpoint, discard_attempts, has_ended
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource, read_head
 from reft_daemon.persist.storage_root import AnyFolder
 
@@ -156,6 +156,11 @@ class StorageServer:
     def _commit(self, message: ControlMessage, descriptors: Sequence[int]) -> Answer:
         manifest = stored.decode_manifest(text_of(descriptors[0]))
         self._store(message).commit(manifest, decision_of(message["decision"]))
+        return {}, []
+
+    def _discard(self, message: ControlMessage, _: Sequence[int]) -> Answer:
+        lineage = self._root.folder(message["job"]).folder(message["lineage"])
+        discard_attempts(lineage, version_of(message["version"]), range(*message["attempts"]))
         return {}, []
 
     def _prune(self, message: ControlMessage, _: Sequence[int]) -> Answer:

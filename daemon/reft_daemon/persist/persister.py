@@ -7,6 +7,7 @@
               ◄───────────────────────── moved      bytes of a block, each time
       decide  the decision of an attach ─────►      DECISION-…
       commit  manifest as a memfd, decision ─►      MANIFEST.json
+      discard attempts that failed ──────────►      removes what nodes wrote in them
       prune   what is kept ──────────────────►      removes older checkpoints
       end     a lineage ─────────────────────►      ENDED
               ◄────────────────────────── done      each command, once
@@ -41,7 +42,7 @@ from reft_daemon.persist.child import text_of
 from reft_daemon.persist.slot_copy import SlotSource
 
 STALL_S: Final = 60.0  # without progress of a command
-COMMIT_S: Final = 180.0  # LOOKUP_S for an index, and a stall
+COMMIT_S: Final = 180.0  # LOOKUP_S for an index, and a stall; the next checkpoint waits for a discard
 PRUNE_S: Final = 600.0  # large files are removed slowly
 LOOK_S: Final = 0.25  # between two looks at a command's progress
 LINGER_S: Final = 2.0  # in which a killed process that does not wait for storage ends
@@ -178,6 +179,18 @@ class Persister:
             await self._call(message, COMMIT_S, [descriptor])
         finally:
             os.close(descriptor)
+
+    async def discard(self, job: str, lineage: str, version: Version, attempts: range) -> None:
+        """Removes what nodes wrote in attempts that failed, as far as storage lets it.
+
+        Raises:
+            StorageFailed: there is no answer.
+        """
+        message = {
+            "do": "discard", "job": job, "lineage": lineage, "version": fields_of(version),
+            "attempts": (attempts.start, attempts.stop),
+        }  # fmt: skip
+        await self._call(message, COMMIT_S)
 
     async def prune(self, job: str, lineage: str, decision: Decision, retention: RetentionSettings) -> int:
         """Removes the checkpoints that are not kept; returns their number.

@@ -8,6 +8,7 @@
                                           no: once more; no again: EMPTY, an error with the sources
 
 Nothing counts before the last step. A daemon that dies leaves WRITING slots, which count as lost.
+The next rebuild frees these first.
 Parity that the lost node had of other nodes is not made here: the next turn makes it anew.
 An attach that decides during a rebuild wins: its epoch is newer, and the rebuild ends with an
 error.
@@ -28,6 +29,7 @@ import numpy as np
 from reft.core.budget import format_bytes
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import counts
+from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
 from reft.core.recovery.lost_slots import refuse_resized, refuse_unguarded
@@ -42,6 +44,7 @@ from reft.wire.rebuild_request import layout_mark, rebuilt_table
 from reft.wire.slot_format import PAGE, Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile, next_names
+from reft_daemon.arena.headers import header_of
 from reft_daemon.arena.threads import run_to_end
 from reft_daemon.jobs import slot_reads, trainers
 from reft_daemon.jobs.job_record import JobRecord
@@ -225,6 +228,7 @@ class Rebuild:
 
     async def _allocate(self, job: JobRecord, lost: _LostSlot, slots: dict[int, SlotFile]) -> SlotFile:
         self._check_not_replaced(job)
+        _free_unfinished(job, lost.rank, self.version)
         (name,) = next_names(job.slots.names, lost.rank, 1)
         (slot,) = await job.allocator.create(lost.rank, {name: lost.geometry}, [])
         slots[lost.rank] = slot
@@ -348,6 +352,18 @@ def pause_s(nbytes: int, took_s: float, bytes_per_s: float) -> float:
         bytes_per_s: the rate.
     """
     return max(nbytes / bytes_per_s - took_s, 0.0)
+
+
+def _free_unfinished(job: JobRecord, rank: int, version: Version) -> None:
+    """Frees a rank's slots that a daemon was rebuilding when the daemon died.
+
+    No trainer writes here: the version was whole, so the rank had sealed its slot.
+    """
+    for slots in (job.slots.current, job.slots.retired):
+        for name in [slot.name for slot in slots.values() if slot.rank == rank]:
+            header = header_of(job.id, slots[name])
+            if header is not None and (header.state, header.version) == (SlotState.WRITING, version):
+                job.arena.free(slots.pop(name))
 
 
 def _wrong_chunk(slot: SlotFile, digests: bytes) -> int | None:

@@ -80,6 +80,9 @@ class Storage:
     async def commit(self, manifest, decision):
         self._do("commit", manifest.version.step, tuple((each.node, each.attempt) for each in manifest.nodes))
 
+    async def discard(self, job, lineage, version, attempts):
+        self._do("discard", version.step, attempts)
+
     async def prune(self, *_):
         self._do("prune")
         return 0
@@ -277,11 +280,14 @@ def test_after_three_failures_the_step_is_given_up_until_the_next_interval(job):
         assert len(set(node.attempts)) == persist_run.ATTEMPTS and pinned(job) == -1
         assert service.status(job).trouble == reply.trouble and not storage.of("commit")
         await asyncio.sleep(0.02)
+        first = min(node.attempts)
+        assert storage.of("discard") == [(3, range(first, first + persist_run.ATTEMPTS))]
         assert len(set(node.attempts)) == persist_run.ATTEMPTS, "nothing is tried again by itself"
         node.replies = [DONE]
         whole(job, 4)
         assert (await ended(service, job)).done and not service.status(job).trouble
         assert min(storage.of("write")[-1][1]) >= 0 and storage.of("commit")[0][0] == 4
+        assert len(storage.of("discard")) == 1
 
     running(job, act, node)
 

@@ -23,7 +23,7 @@ from reft.wire import stored_format as stored
 from reft.wire.shm import map_file
 from reft.wire.slot_format import Geometry, SlotMap, chunk_digest
 from reft_daemon.persist import checkpoint_store
-from reft_daemon.persist.checkpoint_store import CheckpointStore, StaleCoordinator
+from reft_daemon.persist.checkpoint_store import CheckpointStore, StaleCoordinator, discard_attempts
 from reft_daemon.persist.slot_copy import SlotRange, SlotSource, copy_slot, verify_file
 from reft_daemon.persist.storage_folder import StorageFolder
 from tests.support import storage
@@ -394,6 +394,20 @@ def test_killed_while_it_removes_never_leaves_a_manifest_without_files(tmp_path:
         for listed in _store(path).checkpoints(LINEAGE):
             assert sorted(_store(path).indexes(listed)) == [0, 1, 2, 3]
         _check_complete(path, slots, newer)
+
+
+def test_only_the_attempts_of_the_failed_run_are_discarded(tmp_path: Path, slots: list[Slot]) -> None:
+    store, lineage = _store(tmp_path), StorageFolder(tmp_path / "run" / LINEAGE)
+    _persist(store, slots)
+    (checkpoint,) = (each.name for each in store.checkpoints(LINEAGE))
+    kept = lineage.folder(checkpoint).names()
+    for name in ("node-0.8", "node-1.10", "node-1.11"):
+        lineage.folder(checkpoint).folder(name).make()
+        lineage.folder(checkpoint).folder(name).write("rank-0.slot", b"bytes")
+    discard_attempts(lineage, VERSION, range(8, 11))
+    assert lineage.folder(checkpoint).names() == sorted([*kept, "node-1.11"])
+    assert [each.name for each in store.checkpoints(LINEAGE)] == [checkpoint]
+    discard_attempts(lineage, Version(EPOCH, VERSION.step + 1), range(8))  # there is no such checkpoint
 
 
 def test_stale_coordinator_neither_commits_nor_removes(tmp_path: Path, slots: list[Slot]) -> None:

@@ -205,6 +205,23 @@ def test_full_storage_is_said_and_the_next_request_succeeds(start, trainer, smal
     job.check(2)
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_others_wrote_of_a_failed_checkpoint_is_removed(start, trainer, root, is_there):
+    """Such parts fill a storage that one node can't write; nothing else removed them for a day."""
+    daemons = [start("--listen", "127.0.0.1:0", "--persist", str(each)) for each in (root, root / "elsewhere")]
+    job = PersistedJob(daemons, trainer, root).begin()
+    if is_there:
+        job.seal(1)
+        (root / "elsewhere").symlink_to(root)
+        assert job.persist().done
+        (root / "elsewhere").unlink()
+    for step in (2, 3):
+        job.seal(step)
+        assert "node n1" in job.persist().trouble
+        until(lambda step=step: not list(root.glob(f"*/*/e*-s{step}")), what="the end of the remains")
+    job.check(*[1] * is_there)
+
+
 def test_with_two_slots_a_step_that_is_overwritten_is_given_up(start, trainer, root):
     job = two_nodes(start, trainer, root, count=2).begin()
     job.seal(1)

@@ -629,3 +629,31 @@ def test_an_attach_during_a_rebuild_leases_no_unfinished_slot(tmp_path):
         await registry.close(purge=True)
 
     asyncio.run(run())
+
+
+def test_a_rebuild_frees_what_a_killed_daemon_left_of_an_earlier_one(tmp_path):
+    """The next daemon takes the unfinished slot over. Each further try took one more."""
+
+    async def run() -> None:
+        lost = _LostSlot(0, pb.CapsuleRecord(), b"table", Geometry(PAGE, CHUNK, CHUNK))
+        request = decide_request(1)
+        request.manifest.token = bytes(32)
+        version = messages.version_to(Version(epoch_of(1), 3))
+        held_bytes = []
+        for _ in range(3):
+            registry = registry_of(Arena(tmp_path, 0))
+            registry.adopt()
+            if not registry.jobs:
+                await registry.decide(request)
+            job = registry.get("job")
+            rebuild = Rebuild(
+                registry, pb.RebuildRequest(manifest=request.manifest, decision=request.decision, version=version)
+            )
+            await rebuild._make_slot(job, lost, {})
+            assert registry.arena.held_bytes == job.held_bytes
+            held_bytes.append(job.held_bytes)
+            await registry.close(purge=False)  # the slot is still being written, as after a SIGKILL
+            registry.arena.close()
+        assert held_bytes == [held_bytes[0]] * 3
+
+    asyncio.run(run())
