@@ -328,14 +328,6 @@ class SlotMap:
             if count:
                 rest[0] = rest[0][count:]
 
-    def map_pages(self, begin: int, end: int) -> Bytes | None:
-        """Returns the data from `begin` on, a multiple of PAGE, with their pages mapped.
-
-        Returns None if only `read` may give the data. `read` says what is wrong with them, if
-        anything is.
-        """
-        return None
-
     def write(self, begin: int, data: Bytes) -> None:
         """Writes uint8 [n] to the data from `begin` on.
 
@@ -467,10 +459,10 @@ class SharedSlotMap(SlotMap):
     """A slot whose bytes are the mapped pages of its file in shared memory."""
 
     def map_pages(self, begin: int, end: int) -> Bytes | None:
-        """Maps the pages of some data; see `SlotMap.map_pages`.
+        """Returns the data from `begin` on, a multiple of PAGE, with their pages mapped.
 
-        Where pages are missing or their memory has failed, the kernel refuses. It sends no signal,
-        as it would if a page were touched. Before Linux 5.14 it refuses always.
+        Returns None where pages are missing or their memory has failed, and always before
+        Linux 5.14. To touch such a page would end this process; `read` then gives an error.
         """
         pages = self.data[begin:end]
         return None if advise(pages, POPULATE_READ) else pages

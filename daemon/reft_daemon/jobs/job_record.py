@@ -22,6 +22,7 @@ from reft.core.budget import peak_bytes
 from reft.core.coding.exchange import PARITY_BUFFERS, GuardLane
 from reft.core.commit.pins import Pins, pinned_versions
 from reft.core.commit.round import Round
+from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.errors import StaleEpoch
 from reft.wire import messages
@@ -204,3 +205,12 @@ def whole_words(job: JobRecord) -> str:
     if job.known_whole >= 0:
         return str(job.known_whole)
     return UNKNOWN if job.record.had_whole else "none"
+
+
+def free_unfinished(job: JobRecord, rank: int, version: Version) -> None:
+    """Frees a rank's slots that a process was filling with a version when it died."""
+    for slots in (job.slots.current, job.slots.retired):
+        for name in [slot.name for slot in slots.values() if slot.rank == rank]:
+            header = header_of(job.id, slots[name])
+            if header is not None and (header.state, header.version) == (SlotState.WRITING, version):
+                job.arena.free(slots.pop(name))

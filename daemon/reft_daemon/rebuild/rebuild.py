@@ -29,7 +29,6 @@ import numpy as np
 from reft.core.budget import format_bytes
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import counts
-from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
 from reft.core.recovery.lost_slots import refuse_resized, refuse_unguarded
@@ -44,10 +43,9 @@ from reft.wire.rebuild_request import layout_mark, rebuilt_table
 from reft.wire.slot_format import PAGE, Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile, next_names
-from reft_daemon.arena.headers import header_of
 from reft_daemon.arena.threads import run_to_end
 from reft_daemon.jobs import slot_reads, trainers
-from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.job_record import JobRecord, free_unfinished
 from reft_daemon.jobs.persistence import save
 from reft_daemon.rebuild.executor import in_thread, made_slices
 from reft_daemon.rebuild.source_reader import DamagedSource, SourceReader
@@ -228,7 +226,8 @@ class Rebuild:
 
     async def _allocate(self, job: JobRecord, lost: _LostSlot, slots: dict[int, SlotFile]) -> SlotFile:
         self._check_not_replaced(job)
-        _free_unfinished(job, lost.rank, self.version)
+        # No trainer writes a whole version: its ranks have sealed their slots.
+        free_unfinished(job, lost.rank, self.version)
         (name,) = next_names(job.slots.names, lost.rank, 1)
         (slot,) = await job.allocator.create(lost.rank, {name: lost.geometry}, [])
         slots[lost.rank] = slot
@@ -352,18 +351,6 @@ def pause_s(nbytes: int, took_s: float, bytes_per_s: float) -> float:
         bytes_per_s: the rate.
     """
     return max(nbytes / bytes_per_s - took_s, 0.0)
-
-
-def _free_unfinished(job: JobRecord, rank: int, version: Version) -> None:
-    """Frees a rank's slots that a daemon was rebuilding when the daemon died.
-
-    No trainer writes here: the version was whole, so the rank had sealed its slot.
-    """
-    for slots in (job.slots.current, job.slots.retired):
-        for name in [slot.name for slot in slots.values() if slot.rank == rank]:
-            header = header_of(job.id, slots[name])
-            if header is not None and (header.state, header.version) == (SlotState.WRITING, version):
-                job.arena.free(slots.pop(name))
 
 
 def _wrong_chunk(slot: SlotFile, digests: bytes) -> int | None:

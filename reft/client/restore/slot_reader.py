@@ -22,7 +22,7 @@ import xxhash
 
 from reft.core.layout.layout import align
 from reft.errors import FormatError
-from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
+from reft.wire.slot_format import Bytes, SharedSlotMap, SlotMap, chunk_digest
 
 AtChunk = Callable[[int], object]
 
@@ -122,7 +122,9 @@ class SlotReader:
         nbytes = sum(view.nbytes for view in views)
         for index in range(first, first + -(-nbytes // self._size)):
             self._at_chunk(index)
-        mapped = self._slot.map_pages(begin, begin + nbytes)
+        mapped = None
+        if isinstance(self._slot, SharedSlotMap):
+            mapped = self._slot.map_pages(begin, begin + nbytes)
         if mapped is None:
             try:
                 self._slot.read(begin, *views)

@@ -19,7 +19,7 @@ from reft.config import Config
 from reft.core.commit.version import Epoch
 from reft.errors import FormatError
 from reft.wire import local_socket
-from reft.wire.slot_format import PAGE, Geometry, SlotMap
+from reft.wire.slot_format import PAGE, Geometry, SharedSlotMap, SlotMap
 
 MANY = Geometry(table_capacity=0, data_capacity=16 << 20, chunk_bytes=256 << 10)
 
@@ -55,6 +55,7 @@ def test_touch_works_without_populate_read(descriptor, monkeypatch):
 
 def test_the_pages_of_a_kept_slot_are_mapped_for_reading(descriptor):
     slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps=True)
+    assert isinstance(slot.map, SharedSlotMap)
     pages = slot.map.map_pages(0, 3 * PAGE)
     assert pages is not None and pages.nbytes == 3 * PAGE and not pages.any()
     slot.close()
