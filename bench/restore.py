@@ -15,7 +15,8 @@ One round of a case, each time in fresh processes, one a rank:
                 fresh pages. Except after a loss, the ranks attach again: the state exists now.
     compare     the slots are freed. The same processes then measure the memcpy and a double buffer,
                 and save with DCP.
-    load        fresh processes only load with DCP, twice
+    load        fresh processes only load with DCP, twice. Then they save as a script does; that
+                checkpoint takes the place of the first one.
     dcp_restart fresh processes restore with DCP as torch's documentation does it, twice
 
 Model and AdamW's moments have 10 MB, 1.5 GB or 6 GB a rank. All ranks measure at once; the slowest

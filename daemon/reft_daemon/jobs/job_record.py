@@ -208,7 +208,7 @@ def whole_words(job: JobRecord) -> str:
 
 
 def free_unfinished(job: JobRecord, rank: int, version: Version) -> None:
-    """Frees a rank's slots that a process was filling with a version when it died."""
+    """Frees a rank's slots that a dead process was filling with a version."""
     for slots in (job.slots.current, job.slots.retired):
         for name in [slot.name for slot in slots.values() if slot.rank == rank]:
             header = header_of(job.id, slots[name])

@@ -5,8 +5,8 @@
     memory        scratch  leaf a  gap   leaf b …         parts that nobody wants go to scratch
                      └──────┴──┴─ digest of chunk 3       from the same memory, while in the cache
 
-Pages that the kernel does not map are read by calls: it refuses failed memory and a cut file, and
-touching such a page would end the process. The call then says what is wrong.
+The kernel refuses to map failed memory and pages that a cut file lacks. Touching such a page would
+end the process. So the file is read then, and that call says what is wrong.
 
 A wrong chunk is recorded and raises no error: other ranks wait for its bytes. All ranks make a new
 plan after the load.
